@@ -1,0 +1,1 @@
+"""Room `core`; see its modules."""

@@ -1,0 +1,113 @@
+"""Verification: which drafted tokens survive, and which token the target commits after them.
+
+Two lossless rules. `match`: the target samples every slot; a draft survives while it equals the sample. `ratio`
+(Leviathan et al. 2211.17192; Chen et al. 2302.01318): a draft d ~ q survives with probability min(1, p(d)/q(d)); the
+first that does not is replaced by a draw from the residual max(0, p - q). Pure functions of laws and uniforms: no
+model, no loop, no random stream, so that tests can enumerate the law of the output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from draftloop.core.law import Law, inverse_cdf
+
+Rule = Literal["match", "ratio"]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What the drafter proposed for each of b rows.
+
+    Attributes:
+        tokens: int64 [b, K].
+        log_q: float32 [b, K], the log-probability each token was really drawn with (0 for an argmax).
+        law: the law they were drawn from; hidden [b * K, H].
+    """
+
+    tokens: Tensor
+    log_q: Tensor
+    law: Law
+
+
+@dataclass(frozen=True)
+class Coins:
+    """The uniforms that one verification may use, float64 in (0, 1).
+
+    Attributes:
+        target: [b, K + 1], for tokens drawn from p.
+        accept: [b, K].
+        residual: [b, K].
+    """
+
+    target: Tensor
+    accept: Tensor
+    residual: Tensor
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of one verification.
+
+    Attributes:
+        accepted: int64 [b], r = drafted tokens that survive.
+        token: int64 [b], the token committed after them (correction, or bonus when r = K).
+    """
+
+    accepted: Tensor
+    token: Tensor
+
+
+def leading(run: Tensor) -> Tensor:
+    """bool [b, K] -> int64 [b], how many are true before the first that is not."""
+    return run.long().cumprod(-1).sum(-1)
+
+
+def verify(rule: Rule, proposal: Proposal, target: Law, coins: Coins) -> Verdict:
+    """Decide K drafted tokens a row.
+
+    Args:
+        rule: `match` or `ratio`; at temperature 0 they are the same.
+        proposal: the drafts.
+        target: hidden [b * (K + 1), H]; row k of a block is the law after k drafted tokens.
+        coins: uniforms, unused where nothing is random.
+    """
+    if rule == "match" or target.sampling.greedy:
+        return _match(proposal, target, coins)
+    return _ratio(proposal, target, coins)
+
+
+def _match(proposal: Proposal, target: Law, coins: Coins) -> Verdict:
+    b, k = proposal.tokens.shape
+    sample = target.draw(coins.target.reshape(-1))[0].view(b, k + 1)
+    accepted = leading(proposal.tokens == sample[:, :k])
+    return Verdict(accepted, sample.gather(1, accepted.unsqueeze(1)).squeeze(1))
+
+
+def _ratio(proposal: Proposal, target: Law, coins: Coins, chunk: int = 32) -> Verdict:
+    b, k = proposal.tokens.shape
+    accepted, token = [], []
+    for start in range(0, b, chunk):
+        rows = range(start, min(start + chunk, b))
+        n = len(rows)
+        drafts = proposal.tokens[start : start + n]
+        log_p = target.rows(slice(start * (k + 1), (start + n) * (k + 1))).log_probs().view(n, k + 1, -1)
+        of_drafts = log_p[:, :k].gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
+        ratio = (of_drafts.double() - proposal.log_q[start : start + n].double()).exp()
+        r = leading(coins.accept[start : start + n] < ratio)
+        full = r == k
+        p = log_p[torch.arange(n, device=r.device), r].double().exp()
+        place = (torch.arange(start, start + n, device=r.device) * k + r).clamp(max=(start + n) * k - 1)
+        q = proposal.law.rows(place).log_probs().double().exp()
+        left = (p - q).clamp(min=0)
+        # rounding can reject where p = q and leave nothing: then any draw from p is right
+        weight = torch.where((full | (left.sum(-1) <= 0)).unsqueeze(-1), p, left)
+        last = coins.residual[start : start + n].gather(1, r.clamp(max=k - 1).unsqueeze(1)).squeeze(1)
+        uniform = torch.where(full, coins.target[start : start + n, k], last)
+        accepted.append(r)
+        token.append(inverse_cdf(weight.log(), uniform))
+    return Verdict(torch.cat(accepted), torch.cat(token))

@@ -1,0 +1,136 @@
+"""What decoding leaves behind: requests in, generations and verification steps out.
+
+A trace records every verification: where the block began, what was proposed and with which log-probability, how much
+of it survived. The loss reads it (Draft-OPD, arXiv 2605.29343, section on replay), so does every metric.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from draftloop.core.errors import InputError
+from draftloop.core.law import Readout, Sampling
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to continue.
+
+    Attributes:
+        ids: prompt tokens, at least one.
+        key: integer key of the prompt, for keyed draws.
+        sample: which of several samples of this prompt.
+    """
+
+    ids: tuple[int, ...]
+    key: int = 0
+    sample: int = 0
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to decode.
+
+    Args:
+        max_new_tokens: length limit of a response.
+        sampling: the target's temperature and filters.
+        rule: `match` or `ratio`.
+        draft_sampling: how drafts are drawn under `ratio`; None = the target's temperature, no filters. `match` and
+            temperature 0 draft the argmax.
+        seed: of the keyed draws.
+        batch_size: rows decoded together.
+        record: keep in each generation the tapped features and the target's hidden rows (for training).
+
+    Raises:
+        InputError: a value is out of range.
+    """
+
+    max_new_tokens: int = 256
+    sampling: Sampling = field(default_factory=Sampling)
+    rule: Literal["match", "ratio"] = "match"
+    draft_sampling: Sampling | None = None
+    seed: int = 0
+    batch_size: int = 16
+    record: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1 or self.batch_size < 1:
+            raise InputError("max_new_tokens and batch_size must be at least 1", fix="Raise them.")
+        if self.rule not in ("match", "ratio"):
+            raise InputError(f"there is no verification rule {self.rule!r}", fix="Use match or ratio.")
+
+    @property
+    def drafting(self) -> Sampling:
+        """The sampling that drafts are drawn with."""
+        if self.rule == "match" or self.sampling.greedy:
+            return Sampling()
+        return self.draft_sampling or Sampling(self.sampling.temperature)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One verification of one row.
+
+    Attributes:
+        anchor: position of the last committed token when the block began.
+        proposed: the K drafted tokens.
+        log_q: log-probability each was drawn with.
+        accepted: r, drafted tokens that survived verification.
+        committed: tokens committed, correction or bonus included, after cutting at end-of-sequence or length.
+    """
+
+    anchor: int
+    proposed: tuple[int, ...]
+    log_q: tuple[float, ...]
+    accepted: int
+    committed: int
+
+
+@dataclass
+class Generation:
+    """A response.
+
+    Attributes:
+        prompt: its prompt's tokens.
+        tokens: response tokens, the end-of-sequence token included if it was reached.
+        finished: whether end-of-sequence was reached.
+        steps: verifications in order (none in plain decoding's trace with K = 0 drafts: each commits one token).
+        features: [T - 1, F * H] tapped features of every position that was fed, if recorded.
+        hidden: [T - 1, H] hidden rows of the same positions, if recorded.
+        verified: [len(steps), K + 1, H] hidden rows of each verification on the drafter's own prefix, if recorded.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: list[int] = field(default_factory=list)
+    finished: bool = False
+    steps: list[Step] = field(default_factory=list)
+    features: Tensor | None = None
+    hidden: Tensor | None = None
+    verified: Tensor | None = None
+
+
+class Drafts(Protocol):
+    """What decoding needs of a drafter."""
+
+    @property
+    def readout(self) -> Readout:
+        """Logits from its hidden rows."""
+
+    def new_cache(self, capacity: int) -> DraftContext:
+        """An empty context cache."""
+
+    def extend(self, cache: DraftContext, features: Tensor, positions: Tensor) -> None:
+        """Put target features into the cache."""
+
+    def begin(self, cache: DraftContext, anchor: Tensor, tokens: Tensor) -> Tensor:
+        """Hidden rows [b, K, H] of the drafted slots."""
+
+
+class DraftContext(Protocol):
+    """A drafter's cache, as far as decoding handles it."""
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows."""

@@ -1,0 +1,1 @@
+"""Room `drafter`; see its modules."""

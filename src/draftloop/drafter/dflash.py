@@ -1,0 +1,208 @@
+"""DFlash (arXiv 2602.06036): a block-parallel drafter that reads the target's features through its keys and values.
+
+Slot 0 of a block holds the anchor token, slots 1..K the mask token; slot k predicts the token at anchor + k. A block
+sees the target's features strictly below its anchor and itself, in both directions. Tensor names are those of the
+published checkpoints. Embedding and readout belong to the target and are only borrowed (`bind`); sampling is not this
+room's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftloop.core.law import Readout
+from draftloop.drafter.cache import DraftCache
+from draftloop.drafter.masks import attend, block_mask
+from draftloop.drafter.spec import DrafterSpec
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm in float32 over the last axis."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float() if x.dtype != torch.float64 else x
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (self.weight * wide.to(x.dtype)).to(x.dtype)
+
+
+def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Rotary positions, rotate-half form.
+
+    Args:
+        x: [b, heads, t, d].
+        positions: int64 [b, t].
+        theta: base of the wavelengths.
+    """
+    half = x.shape[-1] // 2
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    frequency = theta ** (-torch.arange(half, device=x.device, dtype=wide) / half)
+    angle = positions[:, None, :, None].to(wide) * frequency
+    cos, sin = torch.cat([angle.cos()] * 2, -1).to(x.dtype), torch.cat([angle.sin()] * 2, -1).to(x.dtype)
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+
+class Attention(nn.Module):
+    """Queries from the block; keys and values from context features and block, by the same projections."""
+
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.width, self.theta = spec.heads, spec.kv_heads, spec.head_dim, spec.rope_theta
+        self.q_proj = nn.Linear(spec.hidden_size, spec.heads * spec.head_dim, bias=False)
+        self.k_proj = nn.Linear(spec.hidden_size, spec.kv_heads * spec.head_dim, bias=False)
+        self.v_proj = nn.Linear(spec.hidden_size, spec.kv_heads * spec.head_dim, bias=False)
+        self.o_proj = nn.Linear(spec.heads * spec.head_dim, spec.hidden_size, bias=False)
+        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps)
+        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps)
+
+    def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[b, t, H] at int64 [b, t] -> keys and values [b, kv heads, t, d]."""
+        shape = (*x.shape[:-1], self.kv_heads, self.width)
+        key = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
+        return rotate(key, positions, self.theta), self.v_proj(x).view(shape).transpose(1, 2)
+
+    def forward(self, x: Tensor, positions: Tensor, context: tuple[Tensor, Tensor], mask: Any) -> Tensor:
+        """Block stream x [b, q, H], context keys and values, mask over context + block -> [b, q, H]."""
+        query = self.q_norm(self.q_proj(x).view(*x.shape[:-1], self.heads, self.width)).transpose(1, 2)
+        key, value = self.keys_values(x, positions)
+        query = rotate(query, positions, self.theta)
+        key, value = torch.cat([context[0].to(key.dtype), key], 2), torch.cat([context[1].to(value.dtype), value], 2)
+        out = attend(query, key, value, mask)
+        return self.o_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class Layer(nn.Module):
+    """One decoder layer: attention into context and block, then the MLP."""
+
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__()
+        self.self_attn = Attention(spec)
+        self.mlp = MLP(spec)
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
+
+    def forward(self, x: Tensor, positions: Tensor, context: tuple[Tensor, Tensor], mask: Any) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), positions, context, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+class DFlash(nn.Module):
+    """The drafter. `bind` it to a target before use.
+
+    Attributes:
+        spec: shape and mask token.
+        readout: the target's, after `bind`.
+    """
+
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.fc = nn.Linear(len(spec.target_layers) * spec.hidden_size, spec.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self._borrowed: tuple[Callable[[Tensor], Tensor], Readout] | None = None  # not parameters, never saved
+
+    def bind(self, embed: Callable[[Tensor], Tensor], readout: Readout) -> DFlash:
+        """Borrow the target's embedding (ids [...] -> [..., H]) and readout."""
+        self._borrowed = (embed, readout)
+        return self
+
+    @property
+    def readout(self) -> Readout:
+        """The target's readout."""
+        assert self._borrowed is not None, "bind the drafter to a target first"
+        return self._borrowed[1]
+
+    def _block(self, tokens: Tensor) -> Tensor:
+        """Anchor tokens int64 [...] -> embeddings [..., B, H]: the anchor, then mask tokens."""
+        assert self._borrowed is not None, "bind the drafter to a target first"
+        ids = tokens.unsqueeze(-1).repeat_interleave(self.spec.block_size, -1)
+        ids[..., 1:] = self.spec.mask_token_id
+        return self._own(self._borrowed[0](ids))
+
+    def _context(self, features: Tensor) -> Tensor:
+        return self.hidden_norm(self.fc(self._own(features)))  # type: ignore[no-any-return]
+
+    def _own(self, x: Tensor) -> Tensor:
+        """What comes from the target, in the drafter's type; under autocast, which chooses for itself, as it is."""
+        return x if torch.is_autocast_enabled(x.device.type) else x.to(self.fc.weight.dtype)
+
+    def forward(self, features: Tensor, anchor: Tensor, tokens: Tensor) -> Tensor:
+        """Draft from many anchors of many trunks at once (the packed path).
+
+        Args:
+            features: [b, S, F * H] tapped target features of the trunks; an anchor sees those below it.
+            anchor: int64 [b, N] positions, at most S; padding may hold any position.
+            tokens: int64 [b, N], the token at each anchor.
+
+        Returns:
+            [b, N, K, H] hidden rows of the drafted slots, after the final norm.
+        """
+        b, n = anchor.shape
+        size = self.spec.block_size
+        context = self._context(features)
+        where = torch.arange(features.shape[1], device=features.device).expand(b, -1)
+        positions = (anchor.unsqueeze(-1) + torch.arange(size, device=anchor.device)).flatten(1)
+        x = self._block(tokens).flatten(1, 2)
+        mask = block_mask(anchor, features.shape[1], size)
+        for layer in self.layers:
+            context_kv = layer.self_attn.keys_values(context, where)  # type: ignore[operator, union-attr]
+            x = layer(x, positions, context_kv, mask)
+        return self.norm(x).unflatten(1, (n, size))[:, :, 1:]  # type: ignore[no-any-return]
+
+    def new_cache(self, capacity: int) -> DraftCache:
+        """An empty context cache for texts of at most `capacity` tokens."""
+        return DraftCache(len(self.layers), capacity)
+
+    @torch.no_grad()
+    def extend(self, cache: DraftCache, features: Tensor, positions: Tensor) -> None:
+        """Put target features [b, t, F * H] at int64 [b, t] into the cache; a position given again is overwritten."""
+        context = self._context(features)
+        for i, layer in enumerate(self.layers):
+            key, value = layer.self_attn.keys_values(context, positions)  # type: ignore[operator, union-attr]
+            cache.write(i, key, value, positions)
+
+    @torch.no_grad()
+    def begin(self, cache: DraftCache, anchor: Tensor, tokens: Tensor) -> Tensor:
+        """Draft one block a row from cached context (the decode path).
+
+        Args:
+            cache: holds the features of every position below the anchors.
+            anchor: int64 [b].
+            tokens: int64 [b], the token at each anchor.
+
+        Returns:
+            [b, K, H] hidden rows of all drafted slots: a parallel drafter's law does not depend on what is drafted.
+        """
+        size = self.spec.block_size
+        positions = anchor.unsqueeze(-1) + torch.arange(size, device=anchor.device)
+        span = int(anchor.max())
+        seen = torch.arange(span, device=anchor.device) < anchor.unsqueeze(-1)
+        mask = F.pad(seen, (0, size), value=True)[:, None, None, :].expand(-1, -1, size, -1)
+        x = self._block(tokens)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, positions, cache.read(i, span), mask)
+        return self.norm(x)[:, 1:]  # type: ignore[no-any-return]

@@ -1,0 +1,60 @@
+"""Who sees whom in packed drafting, and the attention that obeys it: a dense mask on the CPU, FlexAttention on CUDA."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def block_rule(anchor: Tensor, context: int, size: int, row: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Query slot q of row `row` may see context below its anchor, and its own block in both directions."""
+    block = q // size
+    return torch.where(k < context, k < anchor[row, block], (k - context) // size == block)
+
+
+def block_mask(anchor: Tensor, context: int, size: int) -> Any:
+    """The mask of N blocks of `size` slots over `context` feature positions.
+
+    Args:
+        anchor: int64 [b, N].
+
+    Returns:
+        bool [b, 1, N * size, context + N * size], or a FlexAttention BlockMask on CUDA.
+    """
+    b, n = anchor.shape
+    queries, keys = n * size, context + n * size
+    if anchor.is_cuda:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        def see(row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return block_rule(anchor, context, size, row, q, k)
+
+        return create_block_mask(see, b, None, queries, keys, device=str(anchor.device))
+    row = torch.arange(b).view(b, 1, 1)
+    return block_rule(
+        anchor, context, size, row, torch.arange(queries).view(1, -1, 1), torch.arange(keys).view(1, 1, -1)
+    ).unsqueeze(1)
+
+
+@cache
+def _flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
+    """Attention of [b, heads, q, d] over [b, kv heads, k, d] under a dense or a block mask."""
+    if torch.is_autocast_enabled(query.device.type):
+        kind = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(kind), key.to(kind), value.to(kind)
+    if isinstance(mask, Tensor):
+        # the mask's kernel on the CPU has no grouped form: repeat keys and values for the query heads that share them
+        group = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    return _flex()(query, key, value, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1])  # type: ignore[no-any-return]

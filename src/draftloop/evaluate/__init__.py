@@ -1,0 +1,1 @@
+"""Room `evaluate`; see its modules."""

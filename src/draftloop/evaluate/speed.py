@@ -1,0 +1,142 @@
+"""Measured decoding speed: speculative against plain, in the same run, on the same prompts.
+
+Prefill is not counted: it costs both the same. Round cost is the time of a speculative round over that of a plain step;
+it is also the acceptance length at which speculation starts to pay (break-even).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from draftloop.decode.loop import rounds
+from draftloop.decode.trace import Generation, Options, Request
+from draftloop.evaluate.tau import Acceptance, acceptance
+from draftloop.evaluate.walk import responses_of
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One arm's decoding of all prompts.
+
+    Attributes:
+        seconds: time in rounds, prefill excluded.
+        rounds: target forwards after prefill.
+        tokens: tokens committed in those rounds.
+    """
+
+    name: str
+    seconds: float
+    rounds: int
+    tokens: int
+    generations: list[Generation]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens committed per second of rounds."""
+        return self.tokens / self.seconds
+
+    @property
+    def ms_per_round(self) -> float:
+        """Milliseconds a round (a token, in plain decoding)."""
+        return 1e3 * self.seconds / self.rounds
+
+
+@dataclass(frozen=True)
+class SpeedArm:
+    """Speculative decoding with one drafter against plain decoding."""
+
+    name: str
+    acceptance: Acceptance
+    tokens_per_s: float
+    ms_per_round: float
+    round_cost: float
+    speedup: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The arm as summary.json wants it."""
+        return {
+            "name": self.name,
+            "tau_pooled": self.acceptance.tau_pooled,
+            "tokens_per_s": self.tokens_per_s,
+            "ms_per_round": self.ms_per_round,
+            "round_cost": self.round_cost,
+            "break_even_tau": self.round_cost,
+            "speedup": self.speedup,
+            "sets": {name: part.to_json() for name, part in self.acceptance.sets.items()},
+        }
+
+
+def compare(
+    target: Any,
+    drafters: Sequence[tuple[str, Any]],
+    requests: Sequence[tuple[str, str, Request]],
+    options: Options,
+    *,
+    advance: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[Timed, list[SpeedArm]]:
+    """Decode every prompt plainly and with each drafter, arm beside arm, so that a busy machine slows all alike.
+
+    Args:
+        target: a `Target`.
+        drafters: (name, bound drafter for decoding).
+        requests: (id, set, request).
+        options: `batch_size` prompts are decoded together.
+        advance: called with (prompts x arms done, in all).
+    """
+    arms: list[tuple[str, Any]] = [("plain", None), *drafters]
+    total = {name: Timed(name, 0.0, 0, 0, []) for name, _ in arms}
+    warm = Options(min(4, options.max_new_tokens), options.sampling, options.rule, seed=options.seed)
+    for name, drafter in arms:
+        _timed(name, target, drafter, [requests[0][2]], warm)
+    for start in range(0, len(requests), options.batch_size):
+        batch = [request for _, _, request in requests[start : start + options.batch_size]]
+        for n, (name, drafter) in enumerate(arms):
+            one, old = _timed(name, target, drafter, batch, options), total[name]
+            total[name] = Timed(
+                name,
+                old.seconds + one.seconds,
+                old.rounds + one.rounds,
+                old.tokens + one.tokens,
+                old.generations + one.generations,
+            )
+            advance(start * len(arms) + (n + 1) * len(batch), len(requests) * len(arms))
+    plain = total["plain"]
+    names = [(prompt, group) for prompt, group, _ in requests]
+    out = []
+    for name, drafter in drafters:
+        timed = total[name]
+        out.append(
+            SpeedArm(
+                name,
+                acceptance(responses_of(timed.generations, names, drafter.spec.drafted)),
+                timed.tokens_per_s,
+                timed.ms_per_round,
+                timed.ms_per_round / plain.ms_per_round,
+                timed.tokens_per_s / plain.tokens_per_s,
+            )
+        )
+    return plain, out
+
+
+def _timed(name: str, target: Any, drafter: Any | None, requests: list[Request], options: Options) -> Timed:
+    results = [Generation(request.ids) for request in requests]
+    running = rounds(target, drafter, requests, options, results)
+    next(running)  # prefill and the first token
+    _settle(target)
+    start, count = time.perf_counter(), 0
+    for _ in running:
+        count += 1
+    _settle(target)
+    seconds = time.perf_counter() - start
+    tokens = sum(len(made.tokens) - 1 for made in results)
+    return Timed(name, max(seconds, 1e-9), max(count, 1), max(tokens, 1), results)
+
+
+def _settle(target: Any) -> None:
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)

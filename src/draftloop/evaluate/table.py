@@ -1,0 +1,239 @@
+"""What a run or an evaluation found, for the terminal: plain sentences and tables.
+
+Knows only the summary record and acceptance results. Everything is legible at 80 columns, without colour and through
+a pipe; names from outside are set as text, never as markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from draftloop.evaluate.summary import Arm, BlockSplit, Decoding, Summary
+from draftloop.evaluate.tau import Acceptance
+
+_POSITIONS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)  # shown of a block too long for 80 columns
+
+
+def evaluation_table(acceptance: Acceptance, *, name: str = "drafter") -> RenderableType:
+    """Lay out the acceptance of one drafter: over all prompts, by prompt set and by position.
+
+    Args:
+        acceptance: what `draftloop.evaluate.tau.acceptance` found.
+        name: what to call the drafter.
+    """
+    table = _table("set", "tau\npooled", "95 %", "tau\nmean", "95 %", "responses", "verifications")
+    rows = {"all": acceptance, **acceptance.sets} if len(acceptance.sets) != 1 else acceptance.sets
+    for title, part in rows.items():
+        pooled, mean = f"{part.tau_pooled:.2f}", f"{part.tau_mean:.2f}"
+        wide, narrow = interval_text(part.interval), interval_text(part.interval_mean)
+        _row(table, title, pooled, wide, mean, narrow, count(part.responses), count(part.steps))
+    shares = {"accepted": acceptance.per_position, "given the ones before": acceptance.conditional}
+    title = f"Acceptance length (tau) of {name}, tokens per verification"
+    return Group(_section(title, table), Text(), _position_section(shares))
+
+
+def summary_tables(summary: Summary) -> RenderableType:
+    """Lay out a whole run for the screen: sentences, stages, positions, prompt sets, block split, decoding speed."""
+    sections: list[RenderableType] = [Text("\n".join(sentences(summary))), _stage_section(summary)]
+    sections.append(_position_section({stage.name: stage.per_position for stage in summary.stages}))
+    if len({name for stage in summary.stages for name in stage.sets}) > 1:
+        sections.append(_set_section(summary))
+    splits = {stage.name: stage.split for stage in summary.stages if stage.split is not None}
+    if splits:
+        sections.append(_split_section(splits))
+    if summary.decoding is not None:
+        sections.append(_decoding_section(summary.decoding))
+    return Group(*(part for section in sections for part in (section, Text())))
+
+
+def sentences(summary: Summary) -> list[str]:
+    """Say what the run found, in three sentences: acceptance length, decoding speed, losslessness."""
+    return [tau_sentence(summary), speed_sentence(summary), lossless_sentence(summary)]
+
+
+def tau_sentence(summary: Summary) -> str:
+    """Say what training did to the acceptance length."""
+    first, best = summary.first, summary.best
+    after = f"{best.tau_pooled:.2f} {interval_text(best.interval)}"
+    if best is first:
+        return f"The untrained drafter is delivered: acceptance length {after} tokens per verification."
+    text = f"Acceptance length {first.tau_pooled:.2f} -> {after} tokens per verification"
+    if summary.gain is None:
+        return f"{text}."
+    low, high = summary.gain.interval
+    text += f", {summary.gain.ratio:.2f}x {interval_text(summary.gain.interval)}"
+    if low > 1.0:
+        return f"{text}."
+    if high < 1.0:
+        return f"{text}: training made it WORSE."
+    return f"{text}: these prompts cannot tell that from no change."
+
+
+def speed_sentence(summary: Summary) -> str:
+    """Say what the delivered drafter does to decoding speed, a slowdown called a slowdown."""
+    if summary.decoding is None or summary.arm is None:
+        return "Decoding speed with the delivered drafter was not measured."
+    return _arm_sentence(summary.arm, summary.decoding)
+
+
+def lossless_sentence(summary: Summary) -> str:
+    """Say what the losslessness audit found."""
+    audit = summary.audit
+    if audit is None:
+        return "Losslessness was not audited in this run."
+    gap = "" if audit.gap is None else f" (top-2 gap below {audit.gap:g})"
+    size = f"{count(audit.prompts)} prompts, {count(audit.tokens)} tokens, {audit.dtype}"
+    size = f"({size}; near-ties{gap}: {count(audit.near_ties)})"
+    if summary.lossless:
+        parted = sum(arm.at_ties for arm in audit.arms)
+        aside = f", but for {count(parted)} responses that part from it at a near-tie" if parted else ""
+        return f"Lossless: speculative output equals plain greedy decoding token for token{aside} {size}."
+    differing = [f"{arm.name}, first at {place(arm.first_difference)}" for arm in audit.arms if not arm.equal]
+    where = f": {'; '.join(differing)}" if differing else ""
+    return f"NOT LOSSLESS: speculative output differs from plain greedy decoding{where} {size}."
+
+
+def _arm_sentence(arm: Arm, decoding: Decoding) -> str:
+    rates = f"{arm.tokens_per_s:.1f} against {decoding.plain.tokens_per_s:.1f} tokens/s"
+    rates += f", batch size {decoding.batch_size}, {decoding.dtype}"
+    cost = f"a round costs {arm.round_cost:.2f} plain steps and pays above tau {arm.break_even_tau:.2f}"
+    if arm.speedup < 1.0:
+        slower = f"SLOWDOWN: speculative decoding with {arm.name} is slower than plain decoding"
+        return f"{slower}, {arm.speedup:.2f}x ({rates}): {cost}, but tau is {arm.tau_pooled:.2f}."
+    return f"Speculative decoding with {arm.name} runs at {arm.speedup:.2f}x the speed of plain ({rates}): {cost}."
+
+
+def _stage_section(summary: Summary) -> RenderableType:
+    table = _table("stage", "tau\npooled", "95 %", "tau\nmean", "gain", "steps", "labels", "time")
+    for stage in summary.stages:
+        gain = "" if stage is summary.first else percent_change(stage.tau_pooled, summary.first.tau_pooled)
+        name = f"{stage.name} *" if stage.delivered else stage.name
+        tau, mean = f"{stage.tau_pooled:.2f}", f"{stage.tau_mean:.2f}"
+        effort = (count(stage.steps), short(stage.labels), duration(stage.seconds)) if stage.steps else ("", "", "")
+        _row(table, name, tau, interval_text(stage.interval), mean, gain, *effort, bold=stage.delivered)
+    title = "Stages: acceptance length (tau) on the test prompts, tokens per verification"
+    return _section(title, table, "* delivered; gain = tau pooled over the first row")
+
+
+def _set_section(summary: Summary) -> RenderableType:
+    """Lay out a row per prompt set and stage, so that any number of either fits."""
+    table = _table("set", "stage", "tau\npooled", "95 %", "tau\nmean", "gain", names=2)
+    for name in sorted({name for stage in summary.stages for name in stage.sets}):
+        title, before = name, summary.first.sets.get(name)
+        for stage in summary.stages:
+            part = stage.sets.get(name)
+            if part is None:
+                continue
+            known = before is not None and stage is not summary.first
+            gain = percent_change(part.tau_pooled, before.tau_pooled) if known and before else ""
+            tau, mean = f"{part.tau_pooled:.2f}", f"{part.tau_mean:.2f}"
+            _row(table, title, stage.name, tau, interval_text(part.interval), mean, gain, bold=stage.delivered)
+            title = ""
+    return _section("By prompt set", table)
+
+
+def _split_section(splits: Mapping[str, BlockSplit]) -> RenderableType:
+    table = _table("stage", "blocks", "wholly\naccepted", "accepted", "first\nrejected", "later\nrejected")
+    for name, split in splits.items():
+        total = split.accepted + split.first_rejected + split.later_rejected
+        full = share(split.full_blocks, split.blocks)
+        tokens = (split.accepted, split.first_rejected, split.later_rejected)
+        _row(table, name, count(split.blocks), full, *(f"{short(n)} ({share(n, total)})" for n in tokens))
+    return _section("Drafted tokens that a stage was trained on", table)
+
+
+def _decoding_section(decoding: Decoding) -> RenderableType:
+    table = _table("arm", "tau", "tokens/s", "ms/round", "round\ncost", "pays\nabove", "against\nplain")
+    plain = decoding.plain
+    _row(table, "plain", "1.00", f"{plain.tokens_per_s:.1f}", f"{plain.ms_per_token:.2f}", "1.00", "", "")
+    for arm in decoding.arms:
+        verdict = f"{arm.speedup:.2f}x {'SLOWER' if arm.speedup < 1.0 else 'faster' if arm.speedup > 1.0 else 'equal'}"
+        speed = (f"{arm.tokens_per_s:.1f}", f"{arm.ms_per_round:.2f}")
+        costs = (f"{arm.round_cost:.2f}", f"tau {arm.break_even_tau:.2f}", verdict)
+        _row(table, arm.name, f"{arm.tau_pooled:.2f}", *speed, *costs)
+    where = f"batch size {decoding.batch_size}, {decoding.dtype}, {count(decoding.prompts)} prompts"
+    title = f"Decoding: {where}, at most {count(decoding.max_new_tokens)} new tokens"
+    return _section(title, table, "round cost = time of a round over that of a plain step")
+
+
+def _position_section(shares: Mapping[str, Sequence[float | None]]) -> RenderableType:
+    """Lay out a row per name, a column per position; of long blocks only some, for 80 columns."""
+    longest = max(map(len, shares.values()), default=0)
+    shown = range(1, longest + 1) if longest <= 13 else [k for k in _POSITIONS if k <= longest]
+    table = _table("k", *(str(k) for k in shown))
+    for name, values in shares.items():
+        cells = [values[k - 1] if k <= len(values) else None for k in shown]
+        _row(table, name, *("-" if cell is None else f"{100 * cell:.0f}" for cell in cells))
+    return _section("Drafted tokens accepted, %, by position k", table)
+
+
+def _section(title: str, table: Table, note: str = "") -> RenderableType:
+    """Put a title over a table (rich would wrap its own to the table's width) and a note under it."""
+    return Group(Text(title, style="bold"), table, *([Text(note)] if note else []))
+
+
+def _table(*headers: str, names: int = 1) -> Table:
+    """Make a table whose first `names` columns hold names, which fold, and the others numbers, which never do."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for index, header in enumerate(headers):
+        if index < names:
+            table.add_column(Text(header), overflow="fold", min_width=6)
+        else:
+            table.add_column(Text(header), justify="right", no_wrap=True)
+    return table
+
+
+def _row(table: Table, *cells: str, bold: bool = False) -> None:
+    table.add_row(*map(Text, cells), style="bold" if bold else None)
+
+
+def interval_text(interval: tuple[float, float]) -> str:
+    """`[1.98, 2.31]`."""
+    return f"[{interval[0]:.2f}, {interval[1]:.2f}]"
+
+
+def percent_change(after: float, before: float) -> str:
+    """`+12 %`, or with one digit where it is small."""
+    change = 100 * (after / before - 1)
+    return f"{change:+.0f} %" if abs(change) >= 10 else f"{change:+.1f} %"
+
+
+def share(part: int, whole: int) -> str:
+    """Write per cent of a whole; a dash where there is none."""
+    return f"{100 * part / whole:.0f} %" if whole else "-"
+
+
+def count(value: int) -> str:
+    """1234567 as `1,234,567`."""
+    return f"{value:,}"
+
+
+def short(value: int) -> str:
+    """1234567 as `1.23M`; numbers below ten thousand as they are."""
+    for size, letter in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if value >= size and value >= 10_000:
+            return f"{value / size:.3g}{letter}"
+    return str(value)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as `4.2 s`, `45 s`, `3 min 12 s` or `2 h 05 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def place(difference: Any) -> str:
+    """Where two outputs first differ, whatever the audit recorded about it."""
+    if isinstance(difference, Mapping):
+        return ", ".join(f"{key} {value}" for key, value in difference.items())
+    return "an unrecorded place" if difference is None else str(difference)

@@ -1,0 +1,91 @@
+"""The fast evaluation: greedy speculative decoding over fixed greedy trunks, without decoding anything.
+
+At temperature 0 the committed text is the target's own greedy text, whatever the drafter proposes; so the rounds can be
+walked on trunks written once: draft from every anchor in packed forwards, compare with the trunk, hop. Exact: the
+same steps as real decoding in float32. On sampled trunks it would only be a coupling, so those are not walked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftloop.core.errors import InputError
+from draftloop.decode.trace import Generation
+from draftloop.evaluate.tau import Response
+from draftloop.supervise.lesson import FeatureStore, Lesson
+from draftloop.supervise.propose import greedy_run
+
+
+@torch.no_grad()
+def walk(drafter: Any, lessons: Sequence[Lesson], store: FeatureStore, *, slots: int = 4096) -> list[Response]:
+    """The verification steps that greedy decoding with this drafter would take on these trunks.
+
+    Args:
+        drafter: bound; usually the copy for decoding, which is what is served.
+        lessons: greedy trunks with one response each; features are computed where missing.
+        store: where features come from.
+        slots: drafted slots (anchors x block) in one forward.
+
+    Raises:
+        InputError: a trunk has several responses.
+    """
+    out = []
+    per_forward = max(1, slots // drafter.spec.block_size)
+    for lesson in lessons:
+        first, last = lesson.trunk.first, len(lesson.trunk) - 1
+        if len(lesson.trunk.spans) != 1:
+            raise InputError(
+                "a trunk with several responses cannot be walked",
+                where=lesson.trunk.id,
+                fix="Let the target answer the held-out prompts (data.response.regenerate: true).",
+            )
+        store.fill([lesson])
+        anchors = torch.arange(first, last, device=store.target.device)
+        runs = (
+            torch.cat([_runs(drafter, lesson, part) for part in anchors.split(per_forward)])
+            if len(anchors)
+            else anchors
+        )
+        store.release([lesson])
+        committed, accepted = [], []
+        anchor = first
+        while anchor < last:
+            run = int(runs[anchor - first])
+            gain = min(run + 1, last - anchor)
+            committed.append(gain)
+            accepted.append(min(run, gain))
+            anchor += gain
+        name = f"{lesson.trunk.id}#{lesson.trunk.sample}"
+        out.append(Response(name, lesson.trunk.set, tuple(committed), tuple(accepted), drafter.spec.drafted))
+    return out
+
+
+def _runs(drafter: Any, lesson: Lesson, anchors: Tensor) -> Tensor:
+    """int64 [N]: how many drafted tokens from each anchor are the trunk's own next ones."""
+    tokens = torch.tensor(lesson.trunk.tokens, device=anchors.device)
+    assert lesson.features is not None
+    hidden = drafter(lesson.features.unsqueeze(0), anchors.unsqueeze(0), tokens[anchors].unsqueeze(0))[0]
+    place = anchors.unsqueeze(1) + torch.arange(1, drafter.spec.drafted + 1, device=anchors.device)
+    # behind the end there is no token: -1 equals no argmax
+    after = torch.where(place < len(tokens), tokens[place.clamp(max=len(tokens) - 1)], -1)
+    return greedy_run(hidden, after, drafter.readout)
+
+
+def responses_of(generations: Sequence[Generation], names: Sequence[tuple[str, str]], drafted: int) -> list[Response]:
+    """Verification steps of real decoding, for the same statistics.
+
+    Args:
+        generations: results of `decode` with a drafter.
+        names: (id, set) of each.
+        drafted: K.
+    """
+    out = []
+    for (name, group), made in zip(names, generations, strict=True):
+        committed = tuple(step.committed for step in made.steps)
+        accepted = tuple(min(step.accepted, step.committed) for step in made.steps)
+        out.append(Response(name, group, committed, accepted, drafted))
+    return out

@@ -1,0 +1,1 @@
+"""Room `learn`; see its modules."""

@@ -1,0 +1,1 @@
+"""Room `objective`; see its modules."""

@@ -1,0 +1,195 @@
+"""One number a row: how far the drafter's law q of one position is from the target's law p, or from a label.
+
+Knows laws (hidden rows + readout) and a vocabulary; does NOT know blocks, positions, weights or reductions: those are
+`terms.py`. The sums run over the whole vocabulary, in log space, a chunk of rows at a time.
+
+A row yields a single scalar, so its derivative with respect to its hidden row is a single vector of H numbers. Forward
+computes both while the chunk's logits exist and keeps only the vector; backward is one multiplication. Nothing as wide
+as the vocabulary outlives its chunk, and no logits are computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from draftloop.core.errors import DraftloopError
+from draftloop.core.law import Readout
+
+Kind = Literal["ce", "forward_kl", "reverse_kl", "overlap"]
+
+# On a CPU, tensors above glibc's largest mmap threshold (32 MiB) are mapped and page-faulted anew at every operation,
+# which costs more than the arithmetic (1.5x on 512 x 49152).
+_CPU_NUMBERS = 6 * 2**20
+
+
+def row_values(
+    kind: Kind,
+    student: Tensor,
+    readout: Readout,
+    *,
+    teacher: Tensor | None = None,
+    teacher_readout: Readout | None = None,
+    labels: Tensor | None = None,
+    temperature: float = 1.0,
+    chunk: int = 512,
+) -> Tensor:
+    """Compute a value for each row, differentiable in `student`.
+
+    p is the target's law and q the drafter's, both softmax(logits / temperature) over the whole vocabulary.
+
+    - `ce`: -log q(label).
+    - `forward_kl`: KL(p || q) = sum_v p (log p - log q).
+    - `reverse_kl`: KL(q || p) = sum_v q (log q - log p).
+    - `overlap`: alpha = sum_v min(p, q) = 1 - TV(p, q), the acceptance of ratio verification.
+
+    Where the drafter's readout has a reduced vocabulary (`support`), q is 0 outside it. `overlap` and `reverse_kl` are
+    exact there (p stays normalised over the whole vocabulary). KL(p || q) would be infinite, so `forward_kl` takes p
+    given that the token is in the support, the part that the drafter can match. A `ce` label outside is an error: the
+    caller gives such a row weight 0, which also keeps it out of the mean.
+
+    Args:
+        kind: which value.
+        student: [n, H] the drafter's hidden rows after its final norm, any float dtype; the gradient has its dtype.
+        readout: turns `student` into logits; frozen.
+        teacher: [n, H_t] the target's hidden rows after its final norm; no gradient flows to it. Not for `ce`.
+        teacher_readout: turns `teacher` into logits over the whole vocabulary; default: `readout`, the shared head.
+        labels: int64 [n], for `ce` alone.
+        temperature: > 0, of p and of q.
+        chunk: most rows whose logits are held at a time (a few tensors of chunk x V x 4 bytes); a CPU takes fewer where
+            that is faster.
+
+    Returns:
+        float32 [n] (float64 where the readout's weight is).
+
+    Raises:
+        DraftloopError: our own misuse (a missing input, rows that do not match, a trainable readout, a label outside
+            the support).
+    """
+    teacher_readout = teacher_readout or readout
+    _check(kind, student, readout, teacher, teacher_readout, labels)
+    support = readout.support
+    if kind == "ce" and labels is not None and support is not None:
+        labels = _labels_in_support(labels, readout)
+    values = _Chunk(
+        kind=kind,
+        readout=replace(readout, support=None),  # logits of the support alone: no -inf enters any sum
+        support=support,
+        teacher=teacher,
+        teacher_readout=teacher_readout,
+        labels=labels,
+        temperature=temperature,
+    )
+    if student.device.type == "cpu":
+        chunk = min(chunk, max(1, _CPU_NUMBERS // teacher_readout.weight.shape[0]))
+    # n = 0 still visits one empty chunk, so that the result has the right dtype and a graph
+    parts = [slice(start, start + chunk) for start in range(0, max(student.shape[0], 1), chunk)]
+    with torch.autocast(student.device.type, enabled=False):  # the readout's own dtype is the law's
+        if torch.is_grad_enabled() and student.requires_grad:
+            result: Tensor = _RowValues.apply(student, values, parts)
+            return result
+        return torch.cat([values(student[part], part) for part in parts])
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """The values of a chunk of rows, written as the formulas are; autograd differentiates them."""
+
+    kind: Kind
+    readout: Readout
+    support: Tensor | None
+    teacher: Tensor | None
+    teacher_readout: Readout
+    labels: Tensor | None
+    temperature: float
+
+    def __call__(self, hidden: Tensor, part: slice) -> Tensor:
+        """From hidden [c, H], the rows `part` of all, to values [c]."""
+        log_q = self._log_law(self.readout, hidden)
+        if self.kind == "ce":
+            assert self.labels is not None
+            return -log_q.gather(-1, self.labels[part].unsqueeze(-1)).squeeze(-1)
+        assert self.teacher is not None
+        with torch.no_grad():
+            log_p = self._log_law(self.teacher_readout, self.teacher[part])
+        if self.support is not None:
+            log_p = log_p.index_select(-1, self.support)
+        if self.kind == "overlap":
+            return torch.minimum(log_p, log_q).exp().sum(-1)
+        if self.kind == "reverse_kl":
+            return (log_q.exp() * (log_q - log_p)).sum(-1)
+        if self.support is not None:
+            log_p = log_p.log_softmax(-1)  # p given the support
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+    def _log_law(self, readout: Readout, hidden: Tensor) -> Tensor:
+        logits = readout.logits(hidden)
+        return (logits if self.temperature == 1.0 else logits / self.temperature).log_softmax(-1)
+
+
+class _RowValues(torch.autograd.Function):
+    """Values with the Jacobian rows d value / d hidden computed in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, values: Callable[[Tensor, slice], Tensor], parts: list[slice]) -> Tensor:
+        jacobian = torch.empty(student.shape, dtype=student.dtype, device=student.device)
+        out = []
+        for part in parts:
+            with torch.enable_grad():
+                hidden = student[part].detach().requires_grad_()
+                value = values(hidden, part)
+                (jacobian[part],) = torch.autograd.grad(value.sum(), hidden)
+            out.append(value.detach())
+        ctx.save_for_backward(jacobian)
+        return torch.cat(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        (jacobian,) = ctx.saved_tensors
+        return (jacobian * upstream.unsqueeze(-1)).to(jacobian.dtype), None, None
+
+
+def _labels_in_support(labels: Tensor, readout: Readout) -> Tensor:
+    """Target ids -> rows of the reduced vocabulary; int64 [n]."""
+    assert readout.support is not None
+    assert readout.vocab_size is not None
+    place = torch.full((readout.vocab_size,), -1, dtype=torch.int64, device=labels.device)
+    place[readout.support] = torch.arange(readout.support.shape[0], device=labels.device)
+    labels = place[labels]
+    if bool((labels < 0).any()):
+        raise DraftloopError(
+            "a label is outside the drafter's reduced vocabulary", where="ce", fix="Give such rows weight 0."
+        )
+    return labels
+
+
+def _check(
+    kind: Kind,
+    student: Tensor,
+    readout: Readout,
+    teacher: Tensor | None,
+    teacher_readout: Readout,
+    labels: Tensor | None,
+) -> None:
+    given = labels if kind == "ce" else teacher
+    if given is None:
+        raise DraftloopError(f"{kind} needs {'labels' if kind == 'ce' else 'teacher rows'}", where="row_values")
+    if given.shape[0] != student.shape[0]:
+        raise DraftloopError(
+            f"{student.shape[0]} drafter rows but {given.shape[0]} to compare with", where="row_values"
+        )
+    if kind != "ce" and teacher_readout.support is not None:
+        raise DraftloopError("the target's law must cover the whole vocabulary", where="row_values")
+    # A trainable readout plugs in here: _RowValues would return d value / d weight too, summed over the chunks, and
+    # needs the upstream gradient for it, hence the logits a second time in backward.
+    weights = [readout.weight] if readout.bias is None else [readout.weight, readout.bias]
+    if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
+        raise DraftloopError(
+            "a trainable readout would get no gradient", where="row_values", fix="Freeze it (requires_grad_(False))."
+        )

@@ -1,0 +1,181 @@
+"""Which positions of a block count, for what and how much; and the loss that they add up to.
+
+Knows blocks and the recipe's objective. Does NOT know laws, models or the loop: whoever calls gives it a function that
+yields row values (`rows.py`), and the denominators of the whole optimiser step, so that accumulated micro-batches and
+ranks add up to exactly the loss of one big batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftloop.core.blocks import Blocks
+from draftloop.core.errors import DraftloopError
+from draftloop.objective.rows import Kind
+from draftloop.recipe import ObjectivePart
+
+Values = Callable[[Kind, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Term:
+    """share * sum(weight * value of the position) / sum of the weights of its group.
+
+    Attributes:
+        name: for metrics.
+        kind: which row value.
+        weight: float32 [N, K]; 0 where nothing is asked, and there no row is computed.
+        share: coefficient of this term in the loss.
+        group: terms of one group share a denominator.
+    """
+
+    name: str
+    kind: Kind
+    weight: Tensor
+    share: float
+    group: str
+
+    def numerator(self, values: Tensor) -> Tensor:
+        """Differentiable values [N, K] (0 where no row was computed) -> scalar, before share and denominator.
+
+        A term whose positions act on each other (a product along the block) overrides this.
+        """
+        return (self.weight.to(values.dtype) * values).sum()
+
+
+def terms(objective: ObjectivePart, blocks: Blocks) -> list[Term]:
+    """List an objective's terms on these blocks; whatever the blocks, the list differs in the weights alone.
+
+    - `ce`, `forward_kl`, `reverse_kl`: every valid position, weight exp(-(k-1)/decay), one mean (DFlash, 2602.06036).
+    - `draft_opd` (2605.29343): [mean over accepted of KL(p||q) + sum over rejected of gamma^(k-1) KL(q||p) / sum of
+      gamma^(k-1)] / 2. k counts from the block's start, whatever was accepted. Every valid position from the first
+      rejection on is rejected. An empty set contributes 0; the other keeps its 1/2.
+      `rejected: none` leaves the mean over the accepted with share 1; `reduction: pooled` divides the sum of both by
+      the sum of both denominators; `correction` counts the first rejected position among the accepted, besides what it
+      is among the rejected; `first_rejected_only` leaves out what follows it.
+    """
+    k = blocks.position.double()  # [1, K]
+    if objective.kind != "draft_opd":
+        weight = _weight(blocks.valid, torch.exp(-(k - 1) / objective.decay))
+        return [Term(objective.kind, objective.kind, weight, share=1.0, group="all")]
+    accepted, rejected = split(blocks)
+    if objective.correction:
+        accepted = accepted | blocks.first_rejected
+    if objective.first_rejected_only:
+        rejected = blocks.first_rejected
+    plain = _weight(accepted, torch.ones_like(k))
+    if objective.rejected == "none":
+        return [Term("accepted", objective.accepted, plain, share=1.0, group="accepted")]
+    decayed = _weight(rejected, objective.gamma ** (k - 1))
+    if objective.reduction == "pooled":
+        share, groups = 1.0, ("pooled", "pooled")
+    else:
+        share, groups = 0.5, ("accepted", "rejected")
+    return [
+        Term("accepted", objective.accepted, plain, share, groups[0]),
+        Term("rejected", objective.rejected, decayed, share, groups[1]),
+    ]
+
+
+def needs_teacher(objective: ObjectivePart) -> bool:
+    """Whether any term compares with the target's law, and so needs the target's hidden rows."""
+    if objective.kind != "draft_opd":
+        return objective.kind != "ce"
+    return {objective.accepted, objective.rejected} - {"ce", "none"} != set()
+
+
+def denominators(parts: Sequence[Sequence[Term]]) -> dict[str, float]:
+    """Sum the weights of each group over all micro-batches of one optimiser step.
+
+    With several ranks, add up the ranks' dictionaries (they have the same keys), and multiply the loss by the number of
+    ranks where gradients are averaged over them.
+
+    Args:
+        parts: the terms of each micro-batch.
+    """
+    sums: dict[str, Tensor] = {}
+    for term in (term for part in parts for term in part):
+        sums[term.group] = sums.get(term.group, 0.0) + term.weight.sum(dtype=torch.float64)
+    return {group: float(total) for group, total in sums.items()}
+
+
+def loss(asked: Sequence[Term], totals: Mapping[str, float], values: Values) -> tuple[Tensor, dict[str, float]]:
+    """One micro-batch's share of the loss of its optimiser step.
+
+    Args:
+        asked: the terms of this micro-batch.
+        totals: the denominators of the whole step (`denominators`).
+        values: (kind, int64 [m] indices into the flattened [N * K] positions) -> differentiable [m]. Called once for
+            each kind, with the positions that some term of that kind weighs, also when there are none: the loss then is
+            0 but still has a graph. The label of a `ce` row is the token that verification committed at anchor + k.
+
+    Returns:
+        The scalar loss, and each term's numerator, detached: summed over micro-batches and divided by the group's total
+        it is the term's mean.
+
+    Raises:
+        DraftloopError: `totals` does not cover these terms (our own misuse).
+    """
+    for term in asked:
+        covered = totals.get(term.group, -1.0)
+        if covered < 0 or (covered == 0 and bool(term.weight.any())):
+            raise DraftloopError(f"the denominators do not cover group {term.group!r}", where="loss")
+    grids = {kind: _grid(kind, asked, values) for kind in dict.fromkeys(term.kind for term in asked)}
+    numerators = [term.numerator(grids[term.kind]) for term in asked]
+    total = torch.stack(
+        [
+            term.share * numerator / (totals[term.group] or 1.0)  # an empty set contributes 0
+            for term, numerator in zip(asked, numerators, strict=True)
+        ]
+    ).sum()
+    reported = torch.stack([numerator.detach() for numerator in numerators]).tolist()
+    return total, {term.name: value for term, value in zip(asked, reported, strict=True)}
+
+
+def split(blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """Divide the valid positions at the first rejection: accepted (before), rejected (from it on); bool [N, K] each."""
+    gone = (blocks.valid & ~blocks.accepted).cumsum(-1) > 0
+    return blocks.valid & ~gone, blocks.valid & gone
+
+
+@dataclass(frozen=True)
+class SplitCounts:
+    """What verification made of the positions; int64 [K] each, on the CPU, entry k-1 for position k.
+
+    Attributes:
+        accepted: positions before the first rejection.
+        first_rejected: first rejections.
+        later_rejected: positions that follow one.
+        unrejected_blocks: blocks without any rejection whose last valid position is k.
+    """
+
+    accepted: Tensor
+    first_rejected: Tensor
+    later_rejected: Tensor
+    unrejected_blocks: Tensor
+
+
+def split_counts(blocks: Blocks) -> SplitCounts:
+    """Count, per position k, what verification made of the blocks (for the report)."""
+    accepted, rejected = split(blocks)
+    first = blocks.first_rejected
+    last = (blocks.position * blocks.valid).amax(-1, keepdim=True) == blocks.position
+    whole = last & blocks.valid & ~rejected.any(-1, keepdim=True)
+    return SplitCounts(*(mask.sum(0).cpu() for mask in (accepted, first, rejected & ~first, whole)))
+
+
+def _weight(mask: Tensor, by_position: Tensor) -> Tensor:
+    """float32 [N, K]: `by_position` [1, K] where `mask`, else 0."""
+    return torch.where(mask, by_position, 0.0).float()
+
+
+def _grid(kind: Kind, asked: Sequence[Term], values: Values) -> Tensor:
+    """[N, K] values of one kind, 0 where no term of it has weight."""
+    weighed = torch.stack([term.weight != 0 for term in asked if term.kind == kind]).any(0)
+    index = weighed.flatten().nonzero().squeeze(-1)
+    found = values(kind, index)
+    return found.new_zeros(weighed.numel()).index_copy(0, index, found).view_as(weighed)

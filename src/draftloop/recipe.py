@@ -1,0 +1,280 @@
+"""The typed recipe: everything a run does, in one file, and nothing that is silently ignored.
+
+Knows no model and runs nothing. A method is a row of cells (trunks, anchors, proposals, objective); `METHODS` names the
+usual rows, and a stage may change any cell. Reading, overrides and error messages are in `recipe_file.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+SCHEMA = 1
+
+
+class Part(BaseModel):
+    """A section of the recipe: unknown keys are errors, values are checked on assignment.
+
+    Types are strict (`steps: yes` is no number) and numbers finite, unless a field says otherwise.
+    """
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, strict=True, allow_inf_nan=False)
+
+
+class TargetPart(Part):
+    """The model that verifies."""
+
+    model: str = Field("smollm2", description="a directory, a hub id, or `smollm2` (the embedded default)")
+    revision: str | None = Field(None, description="hub revision")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto = bfloat16")
+    device: str = Field("auto", description="auto = cuda where there is a GPU, else cpu")
+    trust_remote_code: bool = Field(
+        False, description="run Python code that comes with the model; off unless you say so"
+    )
+
+
+class ResponsePart(Part):
+    """How the target answers the prompts that carry no answer (and all of them with `regenerate`)."""
+
+    regenerate: bool = Field(True, description="let the target answer every prompt, also those that carry an answer")
+    max_new_tokens: int = Field(256, ge=2, description="longest answer, in tokens")
+    temperature: float = Field(0.0, ge=0, description="0 = greedy; the fast evaluation needs greedy answers")
+    top_k: int = Field(0, ge=0, description="draw from the k most likely tokens; 0 = all")
+    top_p: float = Field(1.0, gt=0, le=1, description="draw from the smallest set of tokens with this mass; 1 = all")
+    samples: int = Field(1, ge=1, description="answers per training prompt; more than one needs a temperature above 0")
+    batch_size: int = Field(16, ge=1, description="prompts answered at a time")
+
+
+class DataPart(Part):
+    """Prompt files (JSON lines or Parquet; `prompt`, `messages`, `conversations` or `turns`)."""
+
+    dir: str = Field(".", description="folder that relative file names start from")
+    train: list[str] = Field(default_factory=list, description="prompt files; `builtin:train` = the ones we ship")
+    validation: list[str] = Field(
+        default_factory=list, description="choose the best checkpoint; empty = split off train"
+    )
+    test: list[str] = Field(default_factory=list, description="reported once, at the end; empty = split off train")
+    limit: int | None = Field(None, ge=1, description="use at most this many prompts of each split")
+    max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are left out (and counted)")
+    template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="passed to the chat template, e.g. {enable_thinking: false}"
+    )
+    response: ResponsePart = Field(default_factory=ResponsePart)
+
+
+class DrafterPart(Part):
+    """The model that proposes."""
+
+    family: Literal["dflash"] = Field("dflash", description="architecture; dflash drafts a whole block in one forward")
+    init: str | None = Field(None, description="a drafter directory to start from; the shape then comes from it")
+    block_size: int = Field(8, ge=2, description="anchor slot + drafted slots: block_size - 1 tokens are drafted")
+    layers: int = Field(2, ge=1, description="decoder layers of the drafter")
+    target_layers: list[int] | None = Field(
+        None, description="target layers whose output it reads, ascending; default: evenly spread"
+    )
+    taps: int | None = Field(
+        None, ge=1, description="how many target layers, when target_layers is not given; default: layers"
+    )
+    mask_token: int | str | None = Field(
+        None, description="unused special token for the drafted slots; default: chosen and recorded"
+    )
+    intermediate_size: int | None = Field(None, ge=1, description="default: the target's")
+    heads: int | None = Field(None, ge=1, description="attention heads; default: the target's")
+    kv_heads: int | None = Field(None, ge=1, description="key/value heads; default: the target's")
+    head_dim: int | None = Field(None, ge=2, description="default: the target's")
+
+
+class ObjectivePart(Part):
+    """What is minimised, per drafted position k = 1..K counted from the block's start."""
+
+    kind: Literal["ce", "forward_kl", "reverse_kl", "draft_opd"] = Field(
+        "ce",
+        description="ce: next-token cross-entropy; forward_kl: KL(p||q); reverse_kl: KL(q||p); "
+        "draft_opd: one of these on accepted and one on rejected tokens",
+    )
+    temperature: float = Field(1.0, gt=0, description="temperature of p and q inside the loss")
+    decay: float = Field(4.0, gt=0, allow_inf_nan=True, description="ce and KL: weight exp(-(k-1)/decay); inf = none")
+    gamma: float = Field(0.8, gt=0, le=1, description="draft_opd: rejected weight gamma^(k-1); 1 = no decay")
+    accepted: Literal["forward_kl", "reverse_kl", "ce"] = Field(
+        "forward_kl", description="draft_opd: loss on accepted tokens"
+    )
+    rejected: Literal["forward_kl", "reverse_kl", "none"] = Field(
+        "reverse_kl", description="draft_opd: loss on rejected tokens; none = corrected rollout only"
+    )
+    reduction: Literal["two_means", "pooled"] = Field(
+        "two_means", description="draft_opd: two means 1:1, or one pooled weighted mean"
+    )
+    correction: bool = Field(
+        False, description="draft_opd: count the correction token (first rejected slot) as accepted too"
+    )
+    first_rejected_only: bool = Field(False, description="draft_opd: leave out what follows the first rejected token")
+    chunk: int = Field(
+        512,
+        ge=1,
+        description="rows whose logits are held at a time (memory: chunk x vocabulary x 4 bytes, a few times)",
+    )
+
+
+class RolloutPart(Part):
+    """Trunks rolled out now by speculative decoding with the current drafter (trunks: rollout)."""
+
+    refresh_every: int = Field(100, ge=1, description="optimiser steps between rollouts")
+    prompts: int | None = Field(None, ge=1, description="prompts per rollout; default: all training prompts")
+    max_new_tokens: int | None = Field(None, ge=2, description="default: data.response.max_new_tokens")
+    temperature: float = Field(0.0, ge=0, description="temperature of target and drafter while rolling out; 0 = greedy")
+    rule: Literal["match", "ratio"] = Field(
+        "match",
+        description="verification: match = the draft is the argmax of q, kept where it equals the target's draw; "
+        "ratio = drawn from q, kept with probability min(1, p/q)",
+    )
+    batch_size: int = Field(16, ge=1, description="prompts decoded at a time")
+    teacher: Literal["store", "recompute"] = Field(
+        "store", description="keep the target's rows from verification, or score anew"
+    )
+
+
+class OptimiserPart(Part):
+    """AdamW with a learning-rate schedule."""
+
+    lr: float = Field(1e-3, gt=0, description="largest learning rate")
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
+    beta2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
+    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay; biases and norms have none")
+    clip: float = Field(1.0, gt=0, description="largest gradient norm")
+    schedule: Literal["cosine", "wsd", "constant"] = Field(
+        "cosine",
+        description="after the warm-up: cosine = half a cosine down to final; wsd = level, then a linear fall to it; "
+        "constant = level",
+    )
+    warmup: float = Field(0.04, ge=0, lt=1, description="share of the steps with rising learning rate")
+    decay_share: float = Field(0.3, ge=0, le=1, description="wsd: share of the steps with falling learning rate")
+    final: float = Field(0.0, ge=0, le=1, description="cosine, wsd: where the learning rate ends, as a share of lr")
+
+
+class StagePart(Part):
+    """One row of the method table, trained for a number of steps or minutes."""
+
+    name: str = Field(
+        ..., pattern=r"^[A-Za-z0-9_.-]+$", description="names the stage in logs, checkpoints, overrides and `start`"
+    )
+    method: Literal["sft", "off-policy-kl", "draft-opd", "custom"] = Field(
+        "custom", description="fills the cells below; a cell that you give wins"
+    )
+    start: str = Field("previous", description="`previous`, `init`, or the name of an earlier stage to continue from")
+    trunks: Literal["fixed", "rollout"] = Field(
+        "fixed", description="fixed = prompt and answer as prepared; rollout = decoded anew with the current drafter"
+    )
+    anchors: Literal["random", "rollout", "all"] = Field(
+        "random", description="where blocks begin: random, where verification really began one, or everywhere"
+    )
+    proposals: Literal["trunk", "recorded", "redraft"] = Field(
+        "trunk",
+        description="trunk = the trunk's own next tokens; recorded = drafted in the rollout, rejected tokens kept; "
+        "redraft = drafted anew",
+    )
+    objective: ObjectivePart = Field(default_factory=ObjectivePart)
+    rollout: RolloutPart = Field(default_factory=RolloutPart)
+    optimiser: OptimiserPart = Field(default_factory=OptimiserPart)
+    steps: int | None = Field(None, ge=1, description="optimiser steps (give steps or minutes)")
+    minutes: float | None = Field(None, gt=0, description="turned into steps once, from measured speed, and then kept")
+    batch_size: int = Field(4, ge=1, description="sequences in one forward")
+    accumulate: int = Field(1, ge=1, description="forwards per optimiser step")
+    anchors_per_sequence: int = Field(
+        16, ge=1, description="blocks trained per sequence and forward (anchors: all ignores it)"
+    )
+    evaluations: int = Field(5, ge=1, description="validation walks in this stage, evenly spread, the last at its end")
+    checkpoint_every: int | None = Field(None, ge=1, description="steps between checkpoints; default: at every validation")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_cells(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        method = given.get("method", "custom")
+        return merged(METHODS.get(method, {}) if isinstance(method, str) else {}, given)
+
+    @model_validator(mode="after")
+    def _check_cells(self) -> StagePart:
+        if self.anchors == "rollout" and self.trunks != "rollout":
+            raise ValueError("anchors: rollout are recorded while rolling out, so they need trunks: rollout")
+        if self.proposals == "recorded" and self.anchors != "rollout":
+            raise ValueError("proposals: recorded exist only at recorded anchors, so they need anchors: rollout")
+        if self.objective.kind == "draft_opd" and self.proposals == "trunk":
+            raise ValueError(
+                "objective draft_opd needs proposals: recorded or redraft, for the trunk has no rejected tokens"
+            )
+        return self
+
+
+class EvaluatePart(Part):
+    """Held-out evaluation."""
+
+    max_new_tokens: int | None = Field(None, ge=2, description="default: data.response.max_new_tokens")
+    decode_prompts: int = Field(12, ge=0, description="test prompts decoded for real, first and last drafter (speed)")
+    batch_size: int = Field(16, ge=1, description="trunks walked, or prompts decoded for the audit, at a time")
+    audit_prompts: int = Field(6, ge=0, description="test prompts checked for losslessness in float32")
+
+
+class Recipe(Part):
+    """A whole run."""
+
+    schema_version: int = Field(SCHEMA, alias="schema", description="version of this format; this draftloop reads 1")
+    name: str = Field("run", pattern=r"^[A-Za-z0-9_.-]+$", description="names the run")
+    out: str | None = Field(None, description="run directory; default: runs/NAME")
+    seed: int = Field(0, ge=0, description="every random draw is keyed by it: same seed, same result")
+    threads: int | None = Field(None, ge=1, description="CPU threads; default: all cores")
+    precision: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto", description="compute type in training; weights stay float32. auto = bfloat16"
+    )
+    feature_memory_gb: float = Field(
+        4.0, gt=0, description="budget for trunk features kept in memory; beyond it they are recomputed"
+    )
+    target: TargetPart = Field(default_factory=TargetPart)
+    data: DataPart = Field(default_factory=DataPart)
+    drafter: DrafterPart = Field(default_factory=DrafterPart)
+    stages: list[StagePart] = Field(default_factory=list)
+    evaluate: EvaluatePart = Field(default_factory=EvaluatePart)
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    @model_validator(mode="after")
+    def _check_stages(self) -> Recipe:
+        seen: list[str] = []
+        for stage in self.stages:
+            if stage.name in seen or stage.name in ("init", "previous", "untrained"):
+                raise ValueError(f"stage name {stage.name!r} is taken")
+            if stage.start not in ("previous", "init", *seen):
+                raise ValueError(f"stage {stage.name!r} starts from {stage.start!r}, which is no earlier stage")
+            seen.append(stage.name)
+        if self.schema_version != SCHEMA:
+            raise ValueError(f"schema {self.schema_version} is not {SCHEMA}, the one that this version reads")
+        return self
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "sft": {"trunks": "fixed", "anchors": "random", "proposals": "trunk", "objective": {"kind": "ce"}},
+    "off-policy-kl": {
+        "trunks": "fixed",
+        "anchors": "random",
+        "proposals": "trunk",
+        "objective": {"kind": "forward_kl"},
+    },
+    "draft-opd": {
+        "trunks": "rollout",
+        "anchors": "rollout",
+        "proposals": "recorded",
+        "objective": {"kind": "draft_opd"},
+        "optimiser": {"lr": 3e-4},
+    },
+    "custom": {},
+}
+
+
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Return `base` with `over` laid upon it, section by section."""
+    out = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = merged(out[key], value) if both else value
+    return out

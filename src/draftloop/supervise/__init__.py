@@ -1,0 +1,1 @@
+"""Room `supervise`; see its modules."""

@@ -1,0 +1,112 @@
+"""Rolled-out trunks: the current drafter decodes speculatively, and every verification is recorded.
+
+A rollout can be written to disk and read back bit for bit, so that a resumed run learns from the very same blocks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from draftloop.core.draws import key_of
+from draftloop.core.errors import InputError
+from draftloop.core.law import Sampling
+from draftloop.core.weights import read_tensors, write_tensors
+from draftloop.data.trunk import Trunk, response_trunk
+from draftloop.decode.loop import decode
+from draftloop.decode.trace import Options, Request, Step
+from draftloop.recipe import RolloutPart
+from draftloop.supervise.lesson import Lesson, rolled_out
+
+
+def roll_out(
+    target: Any,
+    drafter: Any,
+    prompts: Sequence[Trunk],
+    part: RolloutPart,
+    *,
+    max_new_tokens: int,
+    seed: int,
+    visit: int,
+) -> list[Lesson]:
+    """Decode the prompts of fixed trunks anew with the current drafter.
+
+    Args:
+        target: a `Target`.
+        drafter: a copy for decoding.
+        prompts: trunks whose prompts are used.
+        part: temperature, rule, batch size, whether the target's rows are kept.
+        max_new_tokens: length limit.
+        seed: of the keyed draws.
+        visit: how many rollouts came before; the sample number of every request.
+
+    Returns:
+        one lesson a prompt; responses without a verification are left out.
+
+    Raises:
+        InputError: no response was long enough for a block.
+    """
+    requests = [Request(trunk.prompt, key_of(trunk.id), visit) for trunk in prompts]
+    options = Options(
+        max_new_tokens,
+        Sampling(part.temperature),
+        part.rule,
+        seed=seed,
+        batch_size=part.batch_size,
+        record=True,
+    )
+    lessons = []
+    for trunk, made in zip(prompts, decode(target, drafter, requests, options), strict=True):
+        if not made.steps:
+            continue
+        name = response_trunk(trunk.prompt, made.tokens, trunk.id, trunk.set, visit, made.finished)
+        lesson = rolled_out(name, made)
+        if part.teacher == "recompute":
+            lesson.verified = None
+        lessons.append(lesson)
+    if not lessons:
+        raise InputError(
+            "no rolled-out response was long enough for a block",
+            fix="Raise rollout.max_new_tokens or give other prompts.",
+        )
+    return lessons
+
+
+def save_rollout(path: Path, lessons: Sequence[Lesson]) -> None:
+    """Write a rollout to one safetensors file (atomic)."""
+    tensors: dict[str, Tensor] = {}
+    rows = []
+    for i, lesson in enumerate(lessons):
+        for name in ("features", "hidden", "verified"):
+            tensor = getattr(lesson, name)
+            if tensor is not None:
+                tensors[f"{i}.{name}"] = tensor
+        rows.append({"trunk": lesson.trunk.to_json(), "steps": [asdict(step) for step in lesson.steps]})
+    write_tensors(path, tensors, {"lessons": json.dumps(rows)})
+
+
+def load_rollout(path: Path, device: torch.device) -> list[Lesson]:
+    """Read a rollout back.
+
+    Raises:
+        InputError: the file is missing or broken.
+    """
+    tensors = read_tensors(path)
+    with safe_open(path, framework="pt") as handle:
+        rows = json.loads(handle.metadata()["lessons"])
+    lessons = []
+    for i, row in enumerate(rows):
+        steps = tuple(
+            Step(s["anchor"], tuple(s["proposed"]), tuple(s["log_q"]), s["accepted"], s["committed"])
+            for s in row["steps"]
+        )
+        parts = {n: tensors[f"{i}.{n}"].to(device) for n in ("features", "hidden", "verified") if f"{i}.{n}" in tensors}
+        lessons.append(Lesson(Trunk.from_json(row["trunk"], str(path)), steps=steps, **parts))
+    return lessons

@@ -1,0 +1,1 @@
+"""Room `target`; see its modules."""

@@ -1,0 +1,204 @@
+"""The target: the causal LM that verifies, seen as hidden rows, tapped features and a readout.
+
+Wraps an unmodified Hugging Face model. Knows no drafter, no sampling and no loss: `extend` feeds tokens through a cache
+(prefill and verification alike), `score` reads a whole tree of trunks and branches in one forward.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftloop.core.errors import InputError
+from draftloop.core.files import fingerprint
+from draftloop.core.law import Law, Readout, Sampling
+from draftloop.core.tree import Tree
+from draftloop.target.cache import RowCache
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a forward leaves.
+
+    Attributes:
+        hidden: [b, t, H] after the final norm, what the readout reads.
+        features: [b, t, F * H] raw outputs of the tapped decoder layers, ascending; None if none was tapped.
+    """
+
+    hidden: Tensor
+    features: Tensor | None
+
+
+class Target:
+    """A verifier.
+
+    Attributes:
+        model: the Hugging Face causal LM, in eval mode, frozen.
+        tokenizer: its tokenizer, or None for a bare module.
+        readout: logits from hidden rows.
+        eos_ids: tokens that end a response.
+        context_limit: longest text that it can score exactly.
+        version: counts weight changes (`touch`); it keys features and traces.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        *,
+        base: nn.Module,
+        layers: nn.ModuleList,
+        readout: Readout,
+        eos_ids: Sequence[int],
+        context_limit: int,
+        name: str,
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self._base, self._layers = base, layers
+        self.readout = readout
+        self.eos_ids = tuple(eos_ids)
+        self.context_limit = context_limit
+        self.name = name
+        self.version = 0
+        self._cache_name = "cache" if "cache" in inspect.signature(base.forward).parameters else "past_key_values"
+
+    @property
+    def config(self) -> Any:
+        """The model's Hugging Face configuration."""
+        return self.model.config
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self._layers)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width H of hidden rows and of each tapped feature."""
+        return int(self.readout.weight.shape[1])
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows V of the readout."""
+        return int(self.readout.weight.shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.readout.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of weights, hidden rows and features."""
+        return self.readout.weight.dtype
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits of configuration, a sample of the weights, and version."""
+        config = {k: v for k, v in self.config.to_dict().items() if k not in _NOT_IDENTITY}
+        sample = [
+            p.detach().flatten()[:: max(1, p.numel() // 16)].float().sum().item() for p in self.model.parameters()
+        ]
+        return fingerprint(config, [f"{s:.4e}" for s in sample], self.version)
+
+    def touch(self) -> None:
+        """Say that the weights changed: features and traces of the old version no longer count."""
+        self.version += 1
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """int64 [...] -> [..., H] input embeddings."""
+        out: Tensor = self.model.get_input_embeddings()(ids)  # type: ignore[operator]
+        return out
+
+    def law(self, hidden: Tensor, sampling: Sampling) -> Law:
+        """The law of hidden rows [n, H] under `sampling`."""
+        return Law(hidden, self.readout, sampling)
+
+    def new_cache(self, capacity: int) -> RowCache:
+        """An empty cache for texts of at most `capacity` tokens."""
+        self.check_length(capacity)
+        return RowCache(self.num_layers, capacity)
+
+    def check_length(self, tokens: int) -> None:
+        """Refuse texts that the target cannot score exactly.
+
+        Raises:
+            InputError: longer than `context_limit`.
+        """
+        if tokens > self.context_limit:
+            raise InputError(
+                f"a text of {tokens} tokens is longer than the target's {self.context_limit}",
+                where=self.name,
+                fix="Lower max_prompt_tokens or max_new_tokens.",
+            )
+
+    @torch.no_grad()
+    def extend(self, cache: RowCache, ids: Tensor, positions: Tensor, taps: Sequence[int] = ()) -> Rows:
+        """Feed tokens at per-row positions (prefill, one step, or a block to verify).
+
+        Args:
+            cache: written at `positions`; a position fed before is overwritten.
+            ids: int64 [b, t].
+            positions: int64 [b, t], ascending in each row; padding may stand behind a row's end.
+            taps: decoder layers whose outputs are wanted.
+        """
+        return self._forward(ids, positions, cache.aim(positions), taps, cache)
+
+    @torch.no_grad()
+    def score(self, tree: Tree, taps: Sequence[int] = ()) -> Rows:
+        """Read trunks and branches in one forward: each slot sees its ancestors and nothing else."""
+        return self._forward(tree.tokens, tree.position, tree.dense_mask(), taps, None)
+
+    def _forward(
+        self, ids: Tensor, positions: Tensor, mask: Tensor, taps: Sequence[int], cache: RowCache | None
+    ) -> Rows:
+        kwargs: dict[str, Any] = {} if cache is None else {self._cache_name: cache}
+        with self._tapped(taps) as tapped:
+            out = self._base(
+                input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=cache is not None, **kwargs
+            )
+        features = torch.cat([tapped[layer] for layer in taps], dim=-1) if taps else None
+        return Rows(out.last_hidden_state, features)
+
+    @contextmanager
+    def _tapped(self, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Hook the outputs of decoder layers while a forward runs."""
+        check_taps(taps, self.num_layers)
+        caught: dict[int, Tensor] = {}
+
+        def catcher(layer: int) -> Any:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                caught[layer] = output[0] if isinstance(output, tuple) else output
+
+            return hook
+
+        handles = [self._layers[layer].register_forward_hook(catcher(layer)) for layer in taps]
+        try:
+            yield caught
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+_NOT_IDENTITY = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache"}
+
+
+def check_taps(taps: Sequence[int], num_layers: int) -> None:
+    """Layer ids must exist and ascend strictly, for engines sort them in silence (and permute `fc`).
+
+    Raises:
+        InputError: they do not.
+    """
+    if any(not 0 <= layer < num_layers for layer in taps):
+        raise InputError(
+            f"target layers {list(taps)} do not all exist", fix=f"The target has layers 0 to {num_layers - 1}."
+        )
+    if any(b <= a for a, b in pairwise(taps)):
+        raise InputError(f"target layers {list(taps)} are not strictly ascending", fix=f"Write {sorted(set(taps))}.")

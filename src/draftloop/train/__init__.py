@@ -1,0 +1,1 @@
+"""Room `train`; see its modules."""

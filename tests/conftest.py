@@ -1,0 +1,25 @@
+"""Tiny random models that every test room uses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.tiny import tiny_drafter, tiny_model, tiny_target
+
+torch.set_num_threads(2)
+
+KINDS = ["llama", "qwen3", "qwen2", "mistral", "phi"]
+
+
+@pytest.fixture(scope="session", params=["llama", "qwen3"])
+def target(request):
+    return tiny_target(request.param)
+
+
+@pytest.fixture(scope="session")
+def drafter(target):
+    return tiny_drafter(target)
+
+
+__all__ = ["tiny_drafter", "tiny_model", "tiny_target"]
