@@ -53,8 +53,8 @@ test: setup
 	@$(MAKE) --no-print-directory test-oldest
 
 test-oldest: $(OLDEST)/.ready
-	@PYTHONPATH=$(OLDEST) $(BIN)/python -c 'import transformers as t; print("again, with transformers", t.__version__)'
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -v $(FAST) $(OLDEST_TESTS)
+	@PYTHONPATH="$(CURDIR)/$(OLDEST)" $(BIN)/python -c 'import transformers as t; print("again, with transformers", t.__version__)'
+	PYTHONPATH="$(CURDIR)/$(OLDEST)" $(BIN)/python -m pytest -v $(FAST) $(OLDEST_TESTS)
 
 test-all: setup
 	$(BIN)/python -m pytest -v -m "not gpu"

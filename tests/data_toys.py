@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 
+import pytest
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from draftloop.core.errors import InputError
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|end|>"]
 
@@ -141,3 +146,32 @@ def eos_ids(toy: str, tokenizer: PreTrainedTokenizerFast) -> set[int]:
 
 def decoded(tokenizer: PreTrainedTokenizerFast, ids) -> str:
     return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def fresh(template: str | None, toy: str = "chatml", backend: str = "bpe") -> PreTrainedTokenizerFast:
+    """A tokenizer with another template (the cached ones stay as they are)."""
+    tokenizer = deepcopy(toy_tokenizer(toy, backend))
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def refusal(call) -> InputError:
+    """The one-sentence InputError that a call ends in."""
+    with pytest.raises(InputError) as caught:
+        call()
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+# What people and models write: never blank, never a special token.
+texts = st.one_of(
+    st.text(alphabet="ab .\n\t<>|[]/→é数🙂", min_size=1, max_size=24),
+    st.lists(
+        st.sampled_from(
+            ["Hello", " there", "\n", "\n\n", "  ", "assistant", "user\n", "42", "    return", ".", "[INST]", "ß"]
+        ),
+        min_size=1,
+        max_size=8,
+    ).map("".join),
+).filter(lambda text: text.strip() and not any(special in text for special in SPECIALS))

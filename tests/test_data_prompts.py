@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 
@@ -9,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftloop.core.errors import InputError
-from draftloop.data.builtin import SPLITS, builtin_path
-from draftloop.data.overlap import ngram_overlap
-from draftloop.data.prompts import Prompt, read_prompts, split
+from draftloop.data.prompts import Prompt, read_prompts
 from draftloop.data.shapes import ROLES
 
 USER = {"role": "user", "content": "Hi"}
@@ -352,103 +349,3 @@ class TestReading:
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "set.parquet")
         one, other = (read_prompts([f"set.{kind}"], tmp_path) for kind in ("jsonl", "parquet"))
         assert [(p.id, p.set, p.messages, p.turns) for p in one] == [(p.id, p.set, p.messages, p.turns) for p in other]
-
-
-def prompts_of(texts) -> list[Prompt]:
-    return [Prompt(f"p{i}", "s", ({"role": "user", "content": text},)) for i, text in enumerate(texts)]
-
-
-class TestSplit:
-    @settings(max_examples=100, deadline=None)
-    @given(
-        texts=st.lists(st.text("abcd \nA", min_size=1, max_size=4), min_size=1, max_size=30),
-        validation=st.integers(0, 4) | st.floats(0, 0.4),
-        test=st.integers(0, 4) | st.floats(0, 0.4),
-        seed=st.integers(0, 5),
-    )
-    def test_is_a_partition_that_shares_no_text(self, texts, validation, test, seed):
-        prompts = prompts_of(texts)
-        wanted = [
-            size if isinstance(size, int) else max(int(size > 0), round(size * len(texts)))
-            for size in (validation, test)
-        ]
-        parts = None
-        with contextlib.suppress(InputError):
-            parts = split(prompts, validation=validation, test=test, seed=seed)
-        if parts is None:
-            assert len({" ".join(text.casefold().split()) for text in texts}) <= sum(wanted)
-            return
-        assert sorted(p.id for part in parts for p in part) == sorted(p.id for p in prompts)
-        seen = [{" ".join(p.text.casefold().split()) for p in part} for part in parts]
-        assert not seen[0] & seen[1]
-        assert not seen[0] & seen[2]
-        assert not seen[1] & seen[2]
-        assert parts[0]
-        for part, size in zip(parts[1:], wanted, strict=True):
-            assert bool(part) == (size > 0)
-            assert len(part) >= size
-            assert [p.id for p in part] == [p.id for p in prompts if p in part]
-
-    def test_sizes(self):
-        prompts = prompts_of(f"text {i}" for i in range(100))
-        assert [len(part) for part in split(prompts, validation=7, test=0.2, seed=0)] == [73, 7, 20]
-        assert [len(part) for part in split(prompts, validation=0, test=0.001, seed=0)] == [99, 0, 1]
-
-    def test_depends_on_ids_and_seed_not_on_places(self):
-        prompts = prompts_of(f"text {i}" for i in range(40))
-
-        def held(given, seed):
-            return [{p.id for p in part} for part in split(given, validation=6, test=6, seed=seed)]
-
-        assert held(prompts, 0) == held(prompts[::-1], 0)
-        assert held(prompts, 0) != held(prompts, 1)
-        assert held(prompts, 0)[2] != {f"p{i}" for i in range(6)}
-
-    @pytest.mark.parametrize(("validation", "test"), [(3, 0), (0, 3), (2, 1), (1.0, 0), (0, 50)])
-    def test_too_few(self, validation, test):
-        with pytest.raises(InputError, match="3 different prompts are too few"):
-            split(prompts_of(["a", "b", "c", "A "]), validation=validation, test=test, seed=0)
-
-    def test_nothing(self):
-        with pytest.raises(InputError, match="0 different prompts"):
-            split([], validation=1, test=1, seed=0)
-
-
-class TestShipped:
-    @pytest.fixture(scope="class")
-    @classmethod
-    def shipped(cls):
-        return {name: read_prompts([f"builtin:{name}"], Path("/nowhere")) for name in SPLITS}
-
-    def test_sizes(self, shipped):
-        sizes = {"train": 20, "validation": 4, "test": 10}
-        for name, prompts in shipped.items():
-            assert {s: sum(p.set == s for p in prompts) for s in ("maths", "code", "chat")} == dict.fromkeys(
-                ("maths", "code", "chat"), sizes[name]
-            )
-            assert {p.set for p in prompts[:3]} == {"maths", "code", "chat"}  # a limit takes of each
-            rows = [json.loads(line) for line in builtin_path(name).read_text().splitlines()]
-            assert all(set(row) == {"id", "set", "prompt"} for row in rows)
-
-    def test_ids_are_unique_over_all_splits(self, shipped):
-        ids = [p.id for prompts in shipped.values() for p in prompts]
-        assert len(set(ids)) == len(ids) == 102
-        assert not any("#" in name for name in ids)
-
-    @pytest.mark.parametrize("n", [4, 8])
-    def test_splits_share_no_phrase(self, shipped, n):
-        texts = {name: [p.text for p in prompts] for name, prompts in shipped.items()}
-        for seen, held in (("train", "validation"), ("train", "test"), ("validation", "test")):
-            overlap = ngram_overlap(texts[seen], texts[held], n)
-            assert overlap.ngrams > 50
-            assert (overlap.shared, overlap.identical, overlap.worst) == (0, 0, None)
-
-    @pytest.mark.smollm2
-    def test_lengths(self, shipped):
-        from transformers import AutoTokenizer
-
-        from draftloop.target.embedded import embedded_target
-
-        tokenizer = AutoTokenizer.from_pretrained(embedded_target())
-        for prompts in shipped.values():
-            assert all(8 <= len(tokenizer(p.text)["input_ids"]) <= 60 for p in prompts)

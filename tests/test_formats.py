@@ -727,13 +727,14 @@ def test_an_overwrite_replaces_the_drafter_and_spares_the_rest(saved):
 
 def test_an_overwrite_killed_between_the_two_files_is_noticed(saved, monkeypatch):
     """Same shapes, another mask token: without the weights' hash, the mixture would load and draft nonsense."""
-    done = []
+    done, sources = [], []
 
     def replace_once(source, target, real=os.replace):
         if Path(source).parent != saved and done:  # the second move out of the temporary folder
             raise KeyboardInterrupt
         if Path(target).parent == saved:
             done.append(target)
+            sources.append(Path(source))
         real(source, target)
 
     monkeypatch.setattr(os, "replace", replace_once)
@@ -741,6 +742,7 @@ def test_an_overwrite_killed_between_the_two_files_is_noticed(saved, monkeypatch
         save_drafter(loose(replace(SPEC, mask_token_id=3), seed=1), saved, dtype=torch.float32)
     monkeypatch.undo()
     assert done == [saved / "model.safetensors"]
+    assert sources[0].parent.parent == saved  # within the folder: its parent may be another file system
     refused(saved, "two different saves")
     save_drafter(loose(seed=2), saved, dtype=torch.float32)  # and the next save mends it
     assert same_bits(load_drafter(saved), loose(seed=2))

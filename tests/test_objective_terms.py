@@ -150,6 +150,12 @@ def test_decayed_mean_equals_plain_loops(shape: tuple[list[tuple[int, int]], int
     assert found.item() == pytest.approx(top / bottom if bottom else 0.0, rel=1e-6)
 
 
+def test_position_decay_starts_at_one() -> None:
+    (term,) = terms(ObjectivePart(kind="ce", decay=7.0), made([(3, 3)], 4))
+    assert term.weight.dtype == torch.float32
+    assert term.weight.tolist() == [pytest.approx([1.0, math.exp(-1 / 7), math.exp(-2 / 7), 0.0])]
+
+
 def test_the_weights_of_the_notes() -> None:
     """K = 15: after 5 accepted the first rejection weighs .8^5, all rejections 1.46; after none they weigh 4.82."""
     accepted, rejected = terms(opd(), made([(5, 15)], 15))

@@ -146,18 +146,17 @@ class Toy:
             yield from ((k, own) for own in layer)
             layer = [self.child(own, v) for own in layer for v in range(self.vocab)]
 
-    def grids(self, anchors: Sequence[int], common: bool) -> tuple[int, int, int, int]:
+    def grids(self, anchor: int, common: bool) -> tuple[int, int, int, int]:
         """Cells that (draft, accept, last, target) uniforms need so that every boundary lies on the grid."""
         draft, accept, last, target = 1, 1, 1, 1
-        for anchor in anchors:
-            for k, own in self.blocks(anchor):
-                p, q = self.p_law(own), self.q_law(anchor, own, k)
-                draft = math.lcm(draft, *(x.denominator for x in q))
-                accept = math.lcm(accept, *((a / b).denominator for a, b in zip(p, q, strict=True) if 0 < a < b))
-                left = [max(a - b, Fraction(0)) for a, b in zip(p, q, strict=True)]
-                last = math.lcm(last, *((x / (sum(left) or 1)).denominator for x in left))
-                for law in (p, *(self.p_law(self.child(own, v)) for v in range(self.vocab))):
-                    target = math.lcm(target, *(x.denominator for x in law))
+        for k, own in self.blocks(anchor):
+            p, q = self.p_law(own), self.q_law(anchor, own, k)
+            draft = math.lcm(draft, *(x.denominator for x in q))
+            accept = math.lcm(accept, *((a / b).denominator for a, b in zip(p, q, strict=True) if 0 < a < b))
+            left = [max(a - b, Fraction(0)) for a, b in zip(p, q, strict=True)]
+            last = math.lcm(last, *((x / (sum(left) or 1)).denominator for x in left))
+            for law in (p, *(self.p_law(self.child(own, v)) for v in range(self.vocab))):
+                target = math.lcm(target, *(x.denominator for x in law))
         last = math.lcm(last, target)
         both = math.lcm(draft, accept, last)
         return (both, both, both, both) if common else (draft, accept, last, target)
@@ -184,10 +183,10 @@ def cells(*sizes: int) -> torch.Tensor:
     return torch.cartesian_prod(*axes).view(-1, len(sizes))
 
 
-def play(toy: Toy, method: Method, starts: Sequence[int]) -> dict[int, dict[tuple[int, int], Fraction]]:
-    """One round from each start: {start: {(text after it, accepted drafts): probability}}, exactly."""
+def play(toy: Toy, method: Method, start: int) -> dict[tuple[int, int], Fraction]:
+    """One round from the text `start`: {(text after it, accepted drafts): probability}, exactly."""
     drafted = toy.drafted
-    draft, accept, last, target = toy.grids(starts, bool(method.share))
+    draft, accept, last, target = toy.grids(start, bool(method.share))
     if method.rule == "match":
         grid = cells(*[target] * (drafted + 1), *[target] * (method.verify is not verify))
         u = {Purpose.TARGET: grid[:, : drafted + 1], Purpose.RESIDUAL: grid[:, -1:].expand(-1, drafted)}
@@ -198,8 +197,7 @@ def play(toy: Toy, method: Method, starts: Sequence[int]) -> dict[int, dict[tupl
         u[Purpose.RESIDUAL] = grid[:, -1:].expand(-1, drafted)  # correction and bonus exclude each other: one axis
         u[Purpose.TARGET] = grid[:, -1:].expand(-1, drafted + 1)
     u |= {thief: u[owner] for thief, owner in method.share.items()}
-    u = {purpose: uniform.repeat(len(starts), 1) for purpose, uniform in u.items()}
-    anchor = torch.tensor(starts).repeat_interleave(len(grid))
+    anchor = torch.full((len(grid),), start)
     proposal = method.spoil(propose(toy, anchor, u[Purpose.DRAFT], method.rule))
     path = [anchor]
     for k in range(drafted):
@@ -208,11 +206,9 @@ def play(toy: Toy, method: Method, starts: Sequence[int]) -> dict[int, dict[tupl
     coins = Coins(u[Purpose.TARGET], u[Purpose.ACCEPT], u[Purpose.RESIDUAL])
     verdict = method.verify(method.rule, proposal, Law(hidden, toy.readout, toy.sampling), coins)
     end = toy.child(torch.stack(path, 1).gather(1, verdict.accepted.unsqueeze(1)).squeeze(1), verdict.token)
-    seen, count = torch.stack([anchor, end, verdict.accepted], 1).unique(dim=0, return_counts=True)
-    out: dict[int, dict[tuple[int, int], Fraction]] = {start: {} for start in starts}
-    for (start, stop, accepted), n in zip(seen.tolist(), count.tolist(), strict=True):
-        out[start][stop, accepted] = Fraction(n, len(grid))
-    return out
+    seen, count = (end * (drafted + 1) + verdict.accepted).unique(return_counts=True)
+    shares = zip(seen.tolist(), count.tolist(), strict=True)
+    return {divmod(code, drafted + 1): Fraction(n, len(grid)) for code, n in shares}
 
 
 def committed_law(toy: Toy, method: Method, length: int) -> dict[int, Fraction]:
@@ -221,9 +217,9 @@ def committed_law(toy: Toy, method: Method, length: int) -> dict[int, Fraction]:
     running = {0: Fraction(1)}
     while running:
         after: dict[int, Fraction] = defaultdict(Fraction)
-        for start, outcomes in play(toy, method, sorted(running)).items():
-            for (end, _), mass in outcomes.items():
-                (law if toy.level(end) >= length else after)[toy.cut(end, length)] += running[start] * mass
+        for start, share in running.items():
+            for (end, _), mass in play(toy, method, start).items():
+                (law if toy.level(end) >= length else after)[toy.cut(end, length)] += share * mass
         running = after
     return dict(law)
 

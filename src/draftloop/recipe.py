@@ -184,7 +184,9 @@ class StagePart(Part):
         16, ge=1, description="blocks trained per sequence and forward (anchors: all ignores it)"
     )
     evaluations: int = Field(5, ge=1, description="validation walks in this stage, evenly spread, the last at its end")
-    checkpoint_every: int | None = Field(None, ge=1, description="steps between checkpoints; default: at every validation")
+    checkpoint_every: int | None = Field(
+        None, ge=1, description="steps between checkpoints; default: at every validation"
+    )
 
     @model_validator(mode="before")
     @classmethod

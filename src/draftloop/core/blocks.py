@@ -33,7 +33,7 @@ class Blocks:
 
     @property
     def first_rejected(self) -> Tensor:
-        """bool [N, K]: the first valid position that was not accepted (the correction token's slot)."""
+        """Bool [N, K]: the first valid position that was not accepted (the correction token's slot)."""
         rejected = self.valid & ~self.accepted
         return rejected & (rejected.cumsum(-1) == 1)
 

@@ -51,8 +51,7 @@ def _mix(x: Tensor) -> Tensor:
 
 def key_of(name: str) -> int:
     """A 63-bit key for a string (a prompt id), stable across runs and machines."""
-    data = name.encode(errors="surrogatepass")  # JSON can spell half a surrogate pair
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def bits(seed: int, purpose: Purpose, *keys: Tensor | int) -> Tensor:

@@ -89,7 +89,7 @@ class Sampling:
         return self.temperature == 0.0
 
     def log_probs(self, logits: Tensor) -> Tensor:
-        """float [n, V] logits -> log-probabilities [n, V] of the law really drawn from (-inf where filtered)."""
+        """Float [n, V] logits -> log-probabilities [n, V] of the law really drawn from (-inf where filtered)."""
         if self.greedy:
             return torch.full_like(logits, float("-inf")).scatter_(-1, logits.argmax(-1, keepdim=True), 0.0)
         z = logits / self.temperature

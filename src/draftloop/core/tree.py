@@ -35,7 +35,7 @@ class Tree:
     fork: Tensor
 
     def dense_mask(self) -> Tensor:
-        """bool [b, 1, N, N], True where the query (third axis) may see the key (last axis)."""
+        """Bool [b, 1, N, N], True where the query (third axis) may see the key (last axis)."""
         slots = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         rows = torch.arange(self.tokens.shape[0], device=self.tokens.device)
         see = self.mask_mod()

@@ -63,7 +63,7 @@ class Verdict:
 
 
 def leading(run: Tensor) -> Tensor:
-    """bool [b, K] -> int64 [b], how many are true before the first that is not."""
+    """Bool [b, K] -> int64 [b], how many are true before the first that is not."""
     return run.long().cumprod(-1).sum(-1)
 
 

@@ -25,7 +25,8 @@ class DraftCache:
     def read(self, layer: int, span: int) -> tuple[Tensor, Tensor]:
         """Keys and values of positions [0, span)."""
         key, value = self._keys[layer], self._values[layer]
-        assert key is not None and value is not None, "extend the cache before drafting"
+        assert key is not None, "extend the cache before drafting"
+        assert value is not None
         return key[:, :, :span], value[:, :, :span]
 
     def select(self, rows: Tensor) -> None:

@@ -30,6 +30,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> the same shape and type."""
         wide = x.float() if x.dtype != torch.float64 else x
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (self.weight * wide.to(x.dtype)).to(x.dtype)
@@ -90,6 +91,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., H] -> [..., H]."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
@@ -104,6 +106,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
 
     def forward(self, x: Tensor, positions: Tensor, context: tuple[Tensor, Tensor], mask: Any) -> Tensor:
+        """As `Attention.forward`."""
         x = x + self.self_attn(self.input_layernorm(x), positions, context, mask)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 

@@ -1,8 +1,8 @@
 """The lossless audit: greedy speculative output against plain output, token for token, in float32.
 
-Differences are looked into, not waved through: where the two texts part, the target's two largest logits are compared;
-a gap below `GAP` is a near-tie, which rounding may decide either way, and is counted. Temperatures above 0 are proved by
-enumeration on toy vocabularies in the tests, not here.
+Differences are looked into, not waved through: where the two texts part, the target's two largest logits are
+compared; a gap below `GAP` is a near-tie, which rounding may decide either way, and is counted. Temperatures above 0
+are proved by enumeration on toy vocabularies in the tests, not here.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Difference:
         position: index in the response.
         plain: token of plain decoding, -1 if it had ended.
         speculative: token of speculative decoding, -1 if it had ended.
-        gap: difference of the target's two largest logits there.
+        gap: difference of the target's two largest logits there; None where one text had ended.
     """
 
     prompt: str
     position: int
     plain: int
     speculative: int
-    gap: float
+    gap: float | None
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ def audit(
             both = zip(want.tokens, got.tokens, strict=False)
             place = next((i for i, (a, b) in enumerate(both) if a != b), min(len(want.tokens), len(got.tokens)))
             a, b = (line[place] if place < len(line) else -1 for line in (want.tokens, got.tokens))
-            parted.append(Difference(prompt, place, a, b, gap[place] if place < len(gap) else float("inf")))
-        real = [d for d in parted if not d.gap < GAP]
+            parted.append(Difference(prompt, place, a, b, gap[place] if a >= 0 <= b else None))
+        real = [d for d in parted if d.gap is None or d.gap >= GAP]
         steps = [step for one in made for step in one.steps]
         arms.append(
             AuditArm(

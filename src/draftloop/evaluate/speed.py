@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class SpeedArm:
-    """Speculative decoding with one drafter against plain decoding."""
+    """Speculative decoding with one drafter against plain decoding; `rows` are the raw ones, a prompt each."""
 
     name: str
     acceptance: Acceptance
@@ -56,6 +56,7 @@ class SpeedArm:
     ms_per_round: float
     round_cost: float
     speedup: float
+    rows: list[dict[str, Any]]
 
     def to_json(self) -> dict[str, Any]:
         """The arm as summary.json wants it."""
@@ -110,14 +111,16 @@ def compare(
     out = []
     for name, drafter in drafters:
         timed = total[name]
+        responses = responses_of(timed.generations, names, drafter.spec.drafted)
         out.append(
             SpeedArm(
                 name,
-                acceptance(responses_of(timed.generations, names, drafter.spec.drafted)),
+                acceptance(responses),
                 timed.tokens_per_s,
                 timed.ms_per_round,
                 timed.ms_per_round / plain.ms_per_round,
                 timed.tokens_per_s / plain.tokens_per_s,
+                [{"kind": "decode", "arm": name, **asdict(row)} for row in responses],
             )
         )
     return plain, out

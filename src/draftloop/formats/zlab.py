@@ -187,7 +187,7 @@ def load_drafter(path: str | os.PathLike[str], target: Any = None, *, dtype: tor
     kind = dtype or reduce(torch.promote_types, [tensor.dtype for tensor in tensors.values()])
     with torch.device("meta"):  # shapes only: nothing is initialised to be thrown away
         drafter = DFlash(spec)
-    # copied off the file's pages: a file's alignment is arbitrary, and matrix products may round by it
+    # copied off the file, which is mapped: were it cut short later, touching a weight would kill the process
     drafter.load_state_dict({name: tensor.to(kind, copy=True) for name, tensor in tensors.items()}, assign=True)
     if target is None:
         return drafter

@@ -94,5 +94,3 @@ def _autocast(drafter: Any, precision: torch.dtype) -> AbstractContextManager[An
     if precision == torch.float32:
         return nullcontext()
     return torch.autocast(drafter.readout.weight.device.type, dtype=precision)
-
-

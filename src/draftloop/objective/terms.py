@@ -163,8 +163,9 @@ def split_counts(blocks: Blocks) -> SplitCounts:
     """Count, per position k, what verification made of the blocks (for the report)."""
     accepted, rejected = split(blocks)
     first = blocks.first_rejected
+    # 0 where nothing is valid, which is no position
     last = (blocks.position * blocks.valid).amax(-1, keepdim=True) == blocks.position
-    whole = last & blocks.valid & ~rejected.any(-1, keepdim=True)
+    whole = last & ~rejected.any(-1, keepdim=True)
     return SplitCounts(*(mask.sum(0).cpu() for mask in (accepted, first, rejected & ~first, whole)))
 
 

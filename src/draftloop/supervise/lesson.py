@@ -46,7 +46,7 @@ class Lesson:
         return {step.anchor: i for i, step in enumerate(self.steps)}
 
     def anchors(self) -> list[int]:
-        """Positions that may be an anchor: its own and the next token are supervised (so never the last prompt token)."""
+        """Positions that may be an anchor: its and the next token are supervised (so never the last prompt token)."""
         mask = self.trunk.mask
         return [a for a in range(len(mask) - 1) if mask[a] and mask[a + 1]]
 

@@ -31,8 +31,8 @@ def recorded_blocks(
 ) -> Blocks:
     """What was really proposed, rejected tokens kept.
 
-    A block whose accepted tokens were cut by end-of-sequence or length teaches only what was committed: what follows was
-    never verified. What follows a proposed end-of-sequence is cut too (arXiv 2611.02846 cuts branches there).
+    A block whose accepted tokens were cut by end-of-sequence or length teaches only what was committed: what follows
+    was never verified. What follows a proposed end-of-sequence is cut too (arXiv 2611.02846 cuts branches there).
     """
     rows, anchors = _columns(cells, device)
     tokens = torch.zeros(len(cells), drafted, dtype=torch.int64)
@@ -77,7 +77,7 @@ def redraft_blocks(
 
 
 def before_end(tokens: Tensor, eos: tuple[int, ...]) -> Tensor:
-    """bool [N, K]: no end-of-sequence among the earlier tokens of the block."""
+    """Bool [N, K]: no end-of-sequence among the earlier tokens of the block."""
     ends = torch.isin(tokens, torch.tensor(eos, dtype=torch.int64, device=tokens.device))
     return ends.long().cumsum(-1) - ends.long() == 0
 

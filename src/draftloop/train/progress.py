@@ -7,7 +7,8 @@ so that standard output stays free for results. Knows no loop.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -98,6 +99,20 @@ class Progress:
             left = (self._total - self._done) * elapsed / fresh
             parts.append(f"{human_seconds(left)} left" if left > 0 else f"took {human_seconds(elapsed)}")
         return "  ".join(parts + [f"{name} {value:.4g}" for name, value in self._values.items()])
+
+
+@contextmanager
+def reporting(title: str, *, unit: str, silent: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """Progress for work that knows its size only when it begins: yields a function of (done, in all)."""
+    with ExitStack() as stack:
+        shown: list[Progress] = []
+
+        def advance(done: int, total: int) -> None:
+            if not shown:
+                shown.append(stack.enter_context(Progress(title, total, unit=unit, silent=silent)))
+            shown[0].update(done)
+
+        yield advance
 
 
 def _rate(per_second: float, unit: str) -> str:

@@ -1,0 +1,296 @@
+"""What a Python program calls: load, generate, prepare, train, evaluate, audit.
+
+Puts the rooms together; does no work of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from draftloop.core.draws import key_of
+from draftloop.core.errors import InputError
+from draftloop.core.law import Sampling
+from draftloop.data.chat import answer_text, encode_prompt
+from draftloop.data.prompts import Prompt, read_prompts
+from draftloop.decode.loop import decode, rounds
+from draftloop.decode.trace import Generation, Options, Request
+from draftloop.drafter.build import for_decoding
+from draftloop.evaluate import audit as _audit
+from draftloop.evaluate.speed import compare
+from draftloop.evaluate.tau import Acceptance, acceptance
+from draftloop.evaluate.walk import responses_of, walk
+from draftloop.formats.zlab import load_drafter, save_drafter
+from draftloop.recipe import DataPart, Recipe, ResponsePart
+from draftloop.recipe_file import load_recipe
+from draftloop.supervise.lesson import FeatureStore, Lesson
+from draftloop.supervise.responses import Prepared, prepare_trunks
+from draftloop.target.load import load_target
+from draftloop.target.model import Target
+from draftloop.train.job import train
+from draftloop.train.material import SPLITS, answer_split, load_recipe_target, open_run, read_splits
+
+Ask = str | Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answer.
+
+    Attributes:
+        text: decoded, special tokens left out.
+        tokens: end-of-sequence included.
+        finished: ended by end-of-sequence, not by the length limit.
+        tau: tokens committed per target verification; None without one.
+        trace: everything that was recorded.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    finished: bool
+    tau: float | None
+    trace: Generation
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one prompt gained in one round of a streamed generation."""
+
+    index: int
+    text: str
+    tokens: tuple[int, ...]
+    done: bool
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Acceptance on prompts and, where decoding was real, its speed.
+
+    Attributes:
+        acceptance: tau in both definitions, by set and position.
+        how: `walk` (fixed greedy trunks) or `decode`.
+        speed: plain and speculative tokens per second, round cost; None for a walk.
+    """
+
+    acceptance: Acceptance
+    how: Literal["walk", "decode"]
+    speed: dict[str, Any] | None
+
+
+def generate(
+    target: Target,
+    prompts: Sequence[Ask],
+    *,
+    drafter: Any | None = None,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    rule: Literal["match", "ratio"] = "match",
+    seed: int = 0,
+    batch_size: int = 16,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[Reply]:
+    """Answer prompts, speculatively if a drafter is given; losslessly either way.
+
+    Args:
+        target: from `load_target`.
+        prompts: each a user's message, or chat messages.
+        drafter: from `load_drafter`; None = plain decoding.
+        max_new_tokens: length limit.
+        temperature: 0 = greedy.
+        top_k: 0 = all.
+        top_p: 1 = all.
+        rule: how drafts are verified at a temperature above 0.
+        seed: of the keyed draws; the same seed gives the same answers in any batch (float32).
+        batch_size: prompts decoded together.
+        template_kwargs: passed to the chat template.
+
+    Raises:
+        InputError: an option is out of range, or a prompt cannot be rendered or does not fit.
+    """
+    requests = _requests(target, prompts, template_kwargs or {})
+    options = Options(max_new_tokens, Sampling(temperature, top_k, top_p), rule, seed=seed, batch_size=batch_size)
+    return [_reply(target, made) for made in decode(target, _served(drafter, target), requests, options)]
+
+
+def generate_stream(
+    target: Target, prompts: Sequence[Ask], *, drafter: Any | None = None, **options: Any
+) -> Iterator[Piece]:
+    """As `generate`, but yield each prompt's new text after every round, as it is committed.
+
+    Args:
+        target: from `load_target`.
+        prompts: each a user's message, or chat messages.
+        drafter: from `load_drafter`, or None.
+        options: as `generate`'s.
+    """
+    sampling = Sampling(options.pop("temperature", 0.0), options.pop("top_k", 0), options.pop("top_p", 1.0))
+    requests = _requests(target, prompts, options.pop("template_kwargs", None) or {})
+    results = [Generation(request.ids) for request in requests]
+    shown = [""] * len(requests)
+    chosen = Options(sampling=sampling, **options)
+    for commits in rounds(target, _served(drafter, target), requests, chosen, results):
+        for commit in commits:
+            text = answer_text(target.tokenizer, results[commit.index].tokens, target.eos_ids)
+            if not commit.done and text.endswith("\ufffd"):
+                text = shown[commit.index]  # half a character: wait for the rest
+            yield Piece(commit.index, text[len(shown[commit.index]) :], commit.tokens, commit.done)
+            shown[commit.index] = text
+
+
+def prepare(recipe: Recipe, *, out: Path | None = None, quiet: bool = False) -> dict[str, Prepared]:
+    """Read a recipe's prompts and have the target answer them; resumable, and `train` takes up the result.
+
+    Args:
+        recipe: as for `train`.
+        out: run directory; default: the recipe's.
+        quiet: no progress.
+
+    Returns:
+        trunks by split.
+
+    Raises:
+        InputError: the prompts or the target cannot be used.
+    """
+    folder = out or Path(recipe.out or f"runs/{recipe.name}")
+    prompts = read_splits(recipe)
+    recipe = open_run(recipe, folder)
+    target = load_recipe_target(recipe.target)
+    return {
+        name: answer_split(recipe, target, prompts[name], name, folder, quiet=quiet) for name in SPLITS if prompts[name]
+    }
+
+
+def evaluate(
+    target: Target,
+    drafter: Any,
+    prompts: Sequence[str],
+    *,
+    folder: Path,
+    how: Literal["walk", "decode"] = "walk",
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    rule: Literal["match", "ratio"] = "match",
+    batch_size: int = 1,
+    limit: int | None = None,
+    seed: int = 0,
+    template_kwargs: Mapping[str, Any] | None = None,
+    advance: Any = lambda done, total: None,
+) -> Evaluation:
+    """Measure a drafter's acceptance on prompt files.
+
+    Args:
+        target: from `load_target`.
+        drafter: from `load_drafter`, bound to the target.
+        prompts: prompt files (or `builtin:test`).
+        folder: where greedy trunks are kept, so that the next drafter is evaluated in seconds.
+        how: `walk` walks fixed greedy trunks (temperature 0, exact, fast); `decode` decodes for real and is timed.
+        max_new_tokens: length limit.
+        temperature: of real decoding.
+        rule: of real decoding.
+        batch_size: of real decoding.
+        limit: use at most this many prompts.
+        seed: of the keyed draws.
+        template_kwargs: passed to the chat template.
+        advance: called with (done, in all).
+
+    Raises:
+        InputError: a walk at a temperature above 0, or prompts that cannot be used.
+    """
+    read = read_prompts(list(prompts), Path("."), limit)
+    served = for_decoding(drafter, target)
+    if how == "walk":
+        if temperature:
+            raise InputError(
+                "a walk is exact at temperature 0 only", fix="Decode for real (--decode) at other temperatures."
+            )
+        data = DataPart(
+            max_prompt_tokens=max(1, target.context_limit - max_new_tokens),
+            template_kwargs=dict(template_kwargs or {}),
+            response=ResponsePart(max_new_tokens=max_new_tokens),
+        )
+        name = "-".join(Path(str(p)).stem.replace(":", "-") for p in prompts)[:80]
+        trunks = prepare_trunks(target, read, data, folder / f"{name}.jsonl", seed=seed, greedy=True, advance=advance)
+        store = FeatureStore(target, served.spec.target_layers, 0)
+        return Evaluation(acceptance(walk(served, [Lesson(t) for t in trunks.trunks], store)), "walk", None)
+    requests = _requests(target, [list(p.question) for p in read], template_kwargs or {}, read)
+    options = Options(max_new_tokens, Sampling(temperature), rule, seed=seed, batch_size=batch_size)
+    named = [(p.id, p.set, request) for p, request in zip(read, requests, strict=True)]
+    plain, arms = compare(target, [("drafter", served)], named, options, advance=advance)
+    speed = {
+        "batch_size": batch_size,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "prompts": len(named),
+        "max_new_tokens": max_new_tokens,
+        "plain": {"tokens_per_s": plain.tokens_per_s, "ms_per_token": plain.ms_per_round},
+        "arms": [arms[0].to_json()],
+    }
+    return Evaluation(arms[0].acceptance, "decode", speed)
+
+
+def audit(
+    target: Target, drafter: Any, prompts: Sequence[Ask], *, max_new_tokens: int = 64, batch_size: int = 8
+) -> _audit.Audit:
+    """Compare greedy speculative decoding with plain decoding, token for token.
+
+    Args:
+        target: loaded with dtype float32 (in bfloat16, rounding decides ties by the shape of the batch).
+        drafter: from `load_drafter`, bound to the target.
+        prompts: each a user's message, or chat messages.
+        max_new_tokens: length limit.
+        batch_size: prompts decoded together.
+
+    Raises:
+        InputError: the target is not float32.
+    """
+    if target.dtype not in (torch.float32, torch.float64):
+        raise InputError("the audit needs the target in float32", where=target.name, fix="Load it with dtype float32.")
+    requests = [(f"prompt {i + 1}", request) for i, request in enumerate(_requests(target, prompts, {}))]
+    served = for_decoding(drafter, target)
+    return _audit.audit(target, [("drafter", served)], requests, max_new_tokens=max_new_tokens, batch_size=batch_size)
+
+
+def _requests(
+    target: Target, prompts: Sequence[Ask], template_kwargs: Mapping[str, Any], named: Sequence[Prompt] | None = None
+) -> list[Request]:
+    if target.tokenizer is None:
+        raise InputError("the target has no tokenizer", where=target.name, fix="Pass one to load_target.")
+    out = []
+    for i, ask in enumerate(prompts):
+        messages = [{"role": "user", "content": ask}] if isinstance(ask, str) else [dict(m) for m in ask]
+        tools = named[i].tools if named else None
+        ids = encode_prompt(target.tokenizer, messages, template_kwargs=template_kwargs, tools=tools)
+        out.append(Request(tuple(ids), key_of(named[i].id if named else str(ask))))
+    return out
+
+
+def _served(drafter: Any | None, target: Target) -> Any | None:
+    return for_decoding(drafter, target) if drafter is not None else None
+
+
+def _reply(target: Target, made: Generation) -> Reply:
+    text = answer_text(target.tokenizer, made.tokens, target.eos_ids)
+    steps = responses_of([made], [("", "")], max((len(s.proposed) for s in made.steps), default=0))[0].committed
+    return Reply(text, tuple(made.tokens), made.finished, sum(steps) / len(steps) if steps else None, made)
+
+
+__all__ = [
+    "Evaluation",
+    "Piece",
+    "Reply",
+    "audit",
+    "evaluate",
+    "generate",
+    "generate_stream",
+    "load_drafter",
+    "load_recipe",
+    "load_target",
+    "prepare",
+    "save_drafter",
+    "train",
+]

@@ -1,0 +1,161 @@
+"""A whole run: stages in order, the best drafter chosen on validation and reported on test, the summary written.
+
+Killed at any moment, the same command goes on where it was. Holds no training step and no statistic of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from draftloop.core.errors import InputError
+from draftloop.core.files import write_json
+from draftloop.core.weights import read_tensors, write_tensors
+from draftloop.drafter.build import for_decoding
+from draftloop.evaluate.report import write_report
+from draftloop.evaluate.summary import Summary, read_summary
+from draftloop.formats.zlab import save_drafter
+from draftloop.recipe import Recipe
+from draftloop.recipe_file import dump_recipe
+from draftloop.train.checkpoint import State, load
+from draftloop.train.final import conclude
+from draftloop.train.material import Material, gather, open_run
+from draftloop.train.metrics import MetricsLog
+from draftloop.train.stage import StageOutcome, StageRun
+
+Say = Callable[[str], None]
+
+
+def train(
+    recipe: Recipe, *, out: Path | None = None, fresh: bool = False, quiet: bool = False, say: Say = print
+) -> Path:
+    """Run a recipe to its end and leave a run directory.
+
+    Args:
+        recipe: what to do.
+        out: run directory; default: the recipe's `out`, else runs/NAME. A run of the same recipe there is gone on with.
+        fresh: begin anew in a directory that holds a run.
+        quiet: no progress.
+        say: where sentences for the user go.
+
+    Returns:
+        the run directory: drafter/, summary.json, report.html, metrics.jsonl, raw.jsonl, recipe.yaml.
+
+    Raises:
+        InputError: the recipe's inputs cannot be used, or the directory holds another run.
+        EnvironmentFault: memory or disk is exhausted.
+    """
+    if not recipe.stages:
+        raise InputError(
+            "the recipe has no stages, so there is nothing to train",
+            where="stages",
+            fix="Add one, e.g. {name: sft, method: sft, steps: 1000}.",
+        )
+    unbounded = [stage.name for stage in recipe.stages if stage.steps is None and stage.minutes is None]
+    if unbounded:
+        raise InputError(f"stage {unbounded[0]!r} has no end", where="stages", fix="Give it steps or minutes.")
+    folder = out or Path(recipe.out or f"runs/{recipe.name}")
+    recipe = open_run(recipe, folder, fresh=fresh)
+    if (folder / "summary.json").is_file():
+        say(f"The run in {folder} is complete; --fresh would begin it anew.")
+        return folder
+    began = time.monotonic()
+    material = gather(recipe, folder, quiet=quiet)
+    say(_size_up(material))
+    outcomes = _stages(material, say)
+    delivered = max(outcomes, key=lambda outcome: outcome.tau)
+    save_drafter(with_weights(material, delivered.tensors), folder / "drafter", extra={"stage": delivered.name})
+    earlier = json.loads((folder / "run.json").read_text(encoding="utf-8")).get("seconds", 0.0)
+    conclude(material, outcomes, delivered, earlier + time.monotonic() - began, say)
+    write_report(folder)
+    return folder
+
+
+def result(folder: Path) -> Summary:
+    """The summary of a finished run."""
+    return read_summary(folder)
+
+
+def with_weights(material: Material, tensors: dict[str, Tensor]) -> Any:
+    """The run's drafter with these weights, as it is served (a copy in the target's type)."""
+    material.drafter.load_state_dict(tensors)
+    return for_decoding(material.drafter, material.target)
+
+
+def _size_up(material: Material) -> str:
+    """What the run works on, in a sentence or two."""
+    target, spec, parts = material.target, material.drafter.spec, material.prepared
+    count = sum(p.numel() for p in material.drafter.parameters())
+    lines = [
+        f"Target {target.name} ({target.num_layers} layers, {target.dtype}, {target.device}); drafter of"
+        f" {count / 1e6:.1f} M parameters, {spec.layers} layers, taps {list(spec.target_layers)}, block {spec.block_size}."
+    ]
+    told = [f"{len(p.trunks)} {name} responses ({sum(map(len, p.trunks)):,} tokens)" for name, p in parts.items()]
+    lines.append("; ".join(told) + ".")
+    dropped = sum(len(p.too_long) + len(p.too_short) for p in parts.values())
+    if dropped:
+        lines.append(f"{dropped} prompts were left out (too long, or answered with fewer than two tokens).")
+    overlap = material.overlap()
+    if overlap is not None:
+        lines.append(f"{overlap}")
+    return "\n".join(lines)
+
+
+def _stages(material: Material, say: Say) -> list[StageOutcome]:
+    """Run or take up every stage."""
+    folder, recipe = material.folder, material.recipe
+    done: list[StageOutcome] = _finished(folder)
+    state: State | None = load(folder / "checkpoints", material.fingerprints)
+    position = _position(folder)
+    here = state if state is not None and state.stage == len(done) else None
+    metrics = MetricsLog(folder, keep=here.extra["metrics"] if here else position)
+    with metrics:
+        for index in range(len(done), len(recipe.stages)):
+            part = recipe.stages[index]
+            run = StageRun(material, index, _start(material, done, part.start), metrics, {})
+            if here is not None:
+                run.resume(here)
+                say(f"Going on with stage {part.name} at step {run.step} of {part.steps}.")
+                here = None
+            elif part.steps is None:
+                assert part.minutes is not None
+                part.steps = run.measure(part.minutes)
+                dump_recipe(recipe, folder / "recipe.yaml")
+                say(f"Stage {part.name}: {part.minutes:g} minutes are {part.steps} steps here.")
+            outcome = run.run()
+            write_tensors(folder / "stages" / f"{part.name}.safetensors", outcome.tensors)
+            done.append(outcome)
+            record = [{k: v for k, v in asdict(one).items() if k != "tensors"} for one in done]
+            write_json(folder / "stages.json", {"schema": 1, "metrics": metrics.position(), "stages": record})
+            say(
+                f"Stage {part.name}: validation tau {outcome.tau:.3f} at step {outcome.chosen_step} of {outcome.steps}."
+            )
+    return done
+
+
+def _finished(folder: Path) -> list[StageOutcome]:
+    path = folder / "stages.json"
+    if not path.is_file():
+        return []
+    stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
+    return [
+        StageOutcome(**one, tensors=read_tensors(folder / "stages" / f"{one['name']}.safetensors")) for one in stages
+    ]
+
+
+def _position(folder: Path) -> int:
+    path = folder / "stages.json"
+    return int(json.loads(path.read_text(encoding="utf-8"))["metrics"]) if path.is_file() else 0
+
+
+def _start(material: Material, done: list[StageOutcome], name: str) -> dict[str, Tensor]:
+    """The weights that a stage begins with."""
+    if name == "init" or (name == "previous" and not done):
+        return material.initial
+    return done[-1].tensors if name == "previous" else next(one.tensors for one in done if one.name == name)

@@ -1,0 +1,299 @@
+"""One stage of a run: updates, validation walks, checkpoints, and exact resume.
+
+A stage is a row of the method table; nothing here asks which. All choices are functions of (seed, stage, step), so a
+run that was killed and taken up again goes the very same way.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftloop.core.draws import Purpose, key_of, permutation
+from draftloop.core.errors import EnvironmentFault, InputError
+from draftloop.drafter.build import for_decoding
+from draftloop.evaluate.tau import acceptance
+from draftloop.evaluate.walk import walk
+from draftloop.learn.update import Learnt, differentiate
+from draftloop.objective.terms import needs_teacher
+from draftloop.recipe import StagePart
+from draftloop.supervise.batch import Scored, supervise
+from draftloop.supervise.lesson import Lesson
+from draftloop.supervise.rollout import load_rollout, roll_out, save_rollout
+from draftloop.train.checkpoint import Best, State, save
+from draftloop.train.material import Material
+from draftloop.train.metrics import MetricsLog
+from draftloop.train.optimiser import DrafterOptimiser
+from draftloop.train.progress import Progress
+from draftloop.train.schedule import learning_rate_factor
+
+
+@dataclass
+class StageOutcome:
+    """What a stage leaves: its best drafter by validation and the account of how it got there.
+
+    Attributes:
+        tensors: the drafter's parameters.
+        chosen_step: the step they come from.
+        tau: their acceptance length on the validation trunks.
+        splits: per position [accepted, first rejected, later rejected, blocks without rejection], over the stage.
+    """
+
+    name: str
+    steps: int
+    labels: int
+    seconds: float
+    chosen_step: int
+    tau: float
+    tensors: dict[str, Tensor]
+    validation: list[dict[str, float]] = field(default_factory=list)
+    splits: list[list[int]] = field(default_factory=list)
+
+
+class StageRun:
+    """Trains one stage.
+
+    Args:
+        material: target, lessons, drafter.
+        index: which stage of the recipe.
+        start: the drafter's weights at the beginning.
+        metrics: where numbers go.
+        extra: what the run wants kept in every checkpoint.
+    """
+
+    def __init__(
+        self, material: Material, index: int, start: dict[str, Tensor], metrics: MetricsLog, extra: dict[str, Any]
+    ) -> None:
+        self.material, self.index, self.metrics, self.extra = material, index, metrics, extra
+        self.part: StagePart = material.recipe.stages[index]
+        self.drafter = material.drafter
+        self.drafter.load_state_dict(start)
+        self.drafter.train().requires_grad_(True)
+        self.optimiser = DrafterOptimiser(self.drafter.named_parameters(), self.part.optimiser)
+        self.key = key_of(self.part.name)
+        self.step, self.labels, self.seconds = 0, 0, 0.0
+        self.best: Best | None = None
+        self.validation: list[dict[str, float]] = []
+        self.splits = [[0] * self.drafter.spec.drafted for _ in range(4)]
+        self.lessons: list[Lesson] = material.lessons["train"] if self.part.trunks == "fixed" else []
+        self.rollouts = material.folder / "rollouts"
+        self.rolled = -1  # which rollout the lessons are
+
+    def resume(self, state: State) -> None:
+        """Go on from a checkpoint of this stage."""
+        self.drafter.load_state_dict(state.drafter)
+        self.optimiser.load(state.optimiser)
+        self.step, self.labels, self.seconds, self.best = state.step, state.labels, state.seconds, state.best
+        self.validation, self.splits = state.extra["validation"], state.extra["splits"]
+        if state.extra["rolled"] >= 0:
+            self.rolled = state.extra["rolled"]
+            self.lessons = load_rollout(self._rollout_file(self.rolled), self.material.target.device)
+
+    def run(self) -> StageOutcome:
+        """Train until the last step.
+
+        Raises:
+            EnvironmentFault: out of memory, or the disk is full; the last checkpoint is intact.
+            InputError: nothing to learn from, or the loss is no longer finite.
+        """
+        steps = self.part.steps
+        assert steps is not None, "minutes are turned into steps before a stage starts"
+        looks = {max(1, round(steps * (i + 1) / self.part.evaluations)) for i in range(self.part.evaluations)}
+        keep = self.part.checkpoint_every
+        with Progress(f"train {self.part.name}", steps, done=self.step, silent=self.material.quiet) as progress:
+            while self.step < steps:
+                began = time.perf_counter()
+                if self._refresh():
+                    self.save()
+                learnt, norm, factor = self._update(steps)
+                self.step += 1
+                self.labels += learnt.labels
+                self.seconds += time.perf_counter() - began
+                self.metrics.write(
+                    "train",
+                    stage=self.part.name,
+                    step=self.step,
+                    loss=learnt.loss,
+                    **{f"loss_{name}": value for name, value in learnt.terms.items()},
+                    lr=self.part.optimiser.lr * factor,
+                    grad_norm=norm,
+                    labels=self.labels,
+                    seconds=self.seconds,
+                )
+                tau = self._validate() if self.step in looks else None
+                if (self.step % keep == 0) if keep else tau is not None:
+                    self.save()
+                progress.update(self.step, loss=learnt.loss, tau=tau)
+        assert self.best is not None
+        return StageOutcome(
+            self.part.name,
+            steps,
+            self.labels,
+            self.seconds,
+            self.best.step,
+            self.best.tau,
+            self.best.tensors,
+            self.validation,
+            self.splits,
+        )
+
+    def measure(self, minutes: float) -> int:
+        """Turn a time budget into steps, from the measured cost of a step, a validation walk and a rollout.
+
+        Nothing is updated, and every draw is keyed, so the steps that follow are those of a run with fixed steps.
+        """
+        began = time.perf_counter()
+        rolled = self._refresh()
+        rollout = time.perf_counter() - began if rolled else 0.0
+        began = time.perf_counter()
+        self._walk()
+        look = time.perf_counter() - began
+        self._gradient(0)  # warm-up: the first forward allocates
+        count = 3
+        began = time.perf_counter()
+        for step in range(count):
+            self._gradient(step)
+        each = (time.perf_counter() - began) / count
+        for parameter in self.drafter.parameters():
+            parameter.grad = None
+        budget = minutes * 60 - self.part.evaluations * look
+        each *= 1.05  # the optimiser's own share is not measured
+        steps = int(budget / each)
+        if rolled:  # n steps need ceil(n / refresh_every) rollouts
+            every = self.part.rollout.refresh_every
+            steps = max((n for n in range(steps) if n * each + -(-n // every) * rollout <= budget), default=1)
+        return max(self.part.evaluations, steps)
+
+    def _update(self, steps: int) -> tuple[Learnt, float, float]:
+        learnt = self._gradient(self.step)
+        factor = learning_rate_factor(self.part.optimiser, self.step, steps)
+        norm = self.optimiser.step(learnt.loss, factor, self.step + 1)
+        for split in learnt.splits:
+            counts = (split.accepted, split.first_rejected, split.later_rejected, split.unrejected_blocks)
+            for mine, more in zip(self.splits, counts, strict=True):
+                mine[:] = [a + b for a, b in zip(mine, more.tolist(), strict=True)]
+        return learnt, norm, factor
+
+    def _gradient(self, step: int) -> Learnt:
+        try:
+            batches = [self._batch(step, i) for i in range(self.part.accumulate)]
+            return differentiate(
+                self.part.objective, batches, self.drafter, self.material.target.readout, self.material.precision
+            )
+        except torch.OutOfMemoryError as error:
+            raise EnvironmentFault(
+                "out of memory in training",
+                where=f"stage {self.part.name}",
+                fix="Lower batch_size, anchors_per_sequence or objective.chunk, and resume with the same command.",
+            ) from error
+
+    def _batch(self, step: int, micro: int) -> Scored:
+        """The micro-batch that step and place name: epochs are keyed permutations of the lessons, end to end."""
+        size, count = self.part.batch_size, len(self.lessons)
+        since = step
+        if self.part.trunks == "rollout":
+            since = step % self.part.rollout.refresh_every
+        first = (since * self.part.accumulate + micro) * size
+        places = range(first, first + size)
+        orders = {e: self._order(step, e, count) for e in {p // count for p in places}}
+        picked = list(dict.fromkeys(int(orders[p // count][p % count]) for p in places))  # a lesson once a batch
+        return supervise(
+            self.part,
+            [self.lessons[i] for i in picked],
+            [step * self.part.accumulate + micro] * len(picked),
+            target=self.material.target,
+            drafter=self.drafter,
+            store=self.material.store,
+            seed=self.material.recipe.seed ^ self.key,
+            need_teacher=needs_teacher(self.part.objective),
+        )
+
+    def _order(self, step: int, epoch: int, count: int) -> Tensor:
+        refresh = step // self.part.rollout.refresh_every if self.part.trunks == "rollout" else 0
+        return permutation(self.material.recipe.seed, Purpose.ORDER, count, self.key, refresh, epoch)
+
+    def _refresh(self) -> bool:
+        """Roll trunks out anew when it is time; whether that was done."""
+        part = self.part.rollout
+        count = self.step // part.refresh_every
+        if self.part.trunks != "rollout" or count == self.rolled:
+            return False
+        pool = self.material.prepared["train"].trunks
+        size = min(part.prompts or len(pool), len(pool))
+        order = permutation(self.material.recipe.seed, Purpose.ORDER, len(pool), self.key, count, -1)
+        began = time.perf_counter()
+        self.lessons = roll_out(
+            self.material.target,
+            for_decoding(self.drafter, self.material.target),
+            [pool[i] for i in order[:size].tolist()],
+            part,
+            max_new_tokens=part.max_new_tokens or self.material.recipe.data.response.max_new_tokens,
+            seed=self.material.recipe.seed,
+            visit=count,
+        )
+        self.rolled = count
+        steps = [step for lesson in self.lessons for step in lesson.steps]
+        self.metrics.write(
+            "rollout",
+            stage=self.part.name,
+            step=self.step,
+            responses=len(self.lessons),
+            verifications=len(steps),
+            tau_pooled=sum(step.committed for step in steps) / len(steps),
+            seconds=time.perf_counter() - began,
+        )
+        save_rollout(self._rollout_file(count), self.lessons)
+        return True
+
+    def _rollout_file(self, count: int) -> Path:
+        return self.rollouts / f"{self.part.name}-{count:04d}.safetensors"
+
+    def _walk(self) -> float:
+        lessons = self.material.lessons.get("validation")
+        if not lessons:
+            raise InputError(
+                "there are no validation prompts",
+                where="data.validation",
+                fix="Give some, or more training prompts to split them from.",
+            )
+        return acceptance(
+            walk(for_decoding(self.drafter, self.material.target), lessons, self.material.store)
+        ).tau_pooled
+
+    def _validate(self) -> float:
+        tau = self._walk()
+        self.validation.append({"step": self.step, "tau_pooled": tau, "seconds": self.seconds})
+        self.metrics.write("validation", stage=self.part.name, step=self.step, tau_pooled=tau, seconds=self.seconds)
+        if self.best is None or tau > self.best.tau:
+            tensors = {name: tensor.detach().cpu().clone() for name, tensor in self.drafter.state_dict().items()}
+            self.best = Best(self.step, tau, tensors)
+        return tau
+
+    def save(self) -> None:
+        """Write a checkpoint; then let go of rollouts that it does not need."""
+        state = State(
+            self.index,
+            self.step,
+            {name: tensor.detach() for name, tensor in self.drafter.state_dict().items()},
+            self.optimiser.tensors(),
+            self.material.fingerprints,
+            self.best,
+            self.labels,
+            self.seconds,
+            {
+                **self.extra,
+                "validation": self.validation,
+                "splits": self.splits,
+                "rolled": self.rolled,
+                "metrics": self.metrics.position(),
+            },
+        )
+        save(self.material.folder / "checkpoints", state)
+        for file in self.rollouts.glob("*.safetensors"):
+            if file != self._rollout_file(self.rolled):
+                file.unlink(missing_ok=True)
