@@ -86,24 +86,24 @@ def unfiltered_p(rule, proposal, target, coins):
     return verify(rule, proposal, dataclasses.replace(target, sampling=Sampling(target.sampling.temperature)), coins)
 
 
-def _shifted(by):
-    def shifted(rule, proposal, target, coins):
+def shifted(by):
+    def wrong(rule, proposal, target, coins):
         """p rows off by one: slot k is judged by the law of its neighbour."""
         b, k = proposal.tokens.shape
         at = (torch.arange(k + 1) + by).clamp(0, k)
         hidden = target.hidden.view(b, k + 1, -1)[:, at].flatten(0, 1)
         return verify(rule, proposal, dataclasses.replace(target, hidden=hidden), coins)
 
-    return shifted
+    return wrong
 
 
-def _miscounted(by):
-    def miscounted(rule, proposal, target, coins):
+def miscounted(by):
+    def wrong(rule, proposal, target, coins):
         """The accepted count is off by one."""
         verdict = verify(rule, proposal, target, coins)
         return Verdict((verdict.accepted + by).clamp(0, proposal.tokens.shape[1]), verdict.token)
 
-    return miscounted
+    return wrong
 
 
 def early_bonus(rule, proposal, target, coins):
@@ -156,14 +156,14 @@ def argmax_correction(rule, proposal, target, coins):
 # all of them ---------------------------------------------------------------------------------------------------------
 RATIO_BROKEN = [
     Method("softmax q with argmax drafts", "ratio", spoil=argmax_drafts),
-    Method("log q of another temperature", "ratio", spoil=stale_log_q),
-    Method("residual of another temperature's q", "ratio", spoil=stale_law),
-    Method("q of other weights", "ratio", spoil=stale_weights),
+    Method("log q of another temperature", "ratio", spoil=stale_log_q, fine=8),
+    Method("residual of another temperature's q", "ratio", spoil=stale_law, fine=8),
+    Method("q of other weights", "ratio", spoil=stale_weights, fine=8),
     Method("resampling from p", "ratio", resample_p),
-    Method("p of the next slot", "ratio", _shifted(1)),
-    Method("p of the slot before", "ratio", _shifted(-1)),
-    Method("one accepted too many", "ratio", _miscounted(1)),
-    Method("one accepted too few", "ratio", _miscounted(-1)),
+    Method("p of the next slot", "ratio", shifted(1)),
+    Method("p of the slot before", "ratio", shifted(-1)),
+    Method("one accepted too many", "ratio", miscounted(1)),
+    Method("one accepted too few", "ratio", miscounted(-1)),
     Method("bonus of the last draft's row", "ratio", early_bonus),
     Method("accepted across a gap", "ratio", gaps),
     Method("min(1, q/p)", "ratio", upside_down),
@@ -182,8 +182,8 @@ FILTER_BROKEN = [
 MATCH_BROKEN = [
     Method("correction drawn anew", "match", fresh_correction),
     Method("correction by argmax", "match", argmax_correction),
-    Method("p of the next slot", "match", _shifted(1)),
-    Method("p of the slot before", "match", _shifted(-1)),
-    Method("one accepted too many", "match", _miscounted(1)),
-    Method("one accepted too few", "match", _miscounted(-1)),
+    Method("p of the next slot", "match", shifted(1)),
+    Method("p of the slot before", "match", shifted(-1)),
+    Method("one accepted too many", "match", miscounted(1)),
+    Method("one accepted too few", "match", miscounted(-1)),
 ]

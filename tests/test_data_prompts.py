@@ -117,6 +117,8 @@ class TestShapes:
         assert ids[:6] == ["7", "7#2", "set:3", "set:4", "7#3", "7#2#2"]
         assert len(set(ids)) == 12
         assert [prompt.set for prompt in prompts[:2]] == ["maths", "set"]
+        written(tmp_path, *({"prompt": "a", "id": name} for name in ("7", "7#2", "7", "7")))
+        assert [prompt.id for prompt in read_prompts(["set.jsonl"], tmp_path)] == ["7", "7#2", "7#3", "7#4"]
 
 
 class TestBadRows:
@@ -328,6 +330,17 @@ class TestReading:
         assert first.messages == (USER, BOT)
         assert (first.id, second.id) == ("x", "set:2")
         assert second.messages == (USER,)
+
+    def test_parquet_does_not_invent_arguments(self, tmp_path):
+        """Parquet gives every tool call the arguments of all the others, as nulls."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        calls = [[{"function": {"name": "f", "arguments": arguments}}] for arguments in ({"city": "Bern"}, {"day": 1})]
+        rows = [{"messages": [USER, {"role": "assistant", "content": "", "tool_calls": call}]} for call in calls]
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "set.parquet")
+        read = read_prompts(["set.parquet"], tmp_path)
+        assert [prompt.messages[1]["tool_calls"] for prompt in read] == calls
 
     def test_bad_parquet(self, tmp_path):
         import pyarrow as pa

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from draftloop.core.law import Law, Readout, Sampling
 from draftloop.decode import rules
 from draftloop.decode.rules import Coins, Proposal, leading, verify
-from tests.broken import FILTER_BROKEN, MATCH_BROKEN, RATIO_BROKEN, by_hand
+from tests.broken import FILTER_BROKEN, MATCH_BROKEN, RATIO_BROKEN, by_hand, miscounted
 from tests.toy import MATCH, RATIO, Method, Toy, committed_law, expected_accepted, play
 
 HALVES = [(2, 1, 1), (2, 2, 0), (4, 0, 0)]  # weights in quarters whose ratios need few cells
@@ -23,40 +23,45 @@ QUARTERS = [(1, 1, 2), (0, 1, 3), (2, 2, 0), (4, 0, 0)]
 WIDE = [(6, 3, 2, 1), (5, 4, 2, 1)]
 
 TOYS = {
-    "K=1 V=3": dict(vocab=3, drafted=1, p_weights=QUARTERS, q_weights=QUARTERS),
-    "K=1 V=4": dict(vocab=4, drafted=1, p_weights=[(1, 2, 3, 0), (1, 1, 2, 2)], q_weights=[(2, 2, 1, 1), (3, 2, 1, 0)]),
-    "K=2 V=3": dict(vocab=3, drafted=2, p_weights=QUARTERS, q_weights=QUARTERS),
-    "K=2 V=4": dict(vocab=4, drafted=2, p_weights=[(2, 1, 1, 0), (1, 1, 1, 1)], q_weights=[(2, 1, 1, 0), (2, 2, 0, 0)]),
-    "K=3 V=3": dict(vocab=3, drafted=3, p_weights=[(1, 1, 2), (0, 1, 3), (4, 0, 0)], q_weights=HALVES),
-    "K=1 V=3, sharp and flat": dict(vocab=3, drafted=1, p_weights=[(10, 1, 1), (0, 0, 1)], q_weights=[(1, 1, 1)]),
-    "reduced draft vocabulary": dict(
-        vocab=4, drafted=2, p_weights=[(2, 1, 1, 0), (1, 1, 1, 1)], q_weights=[(1, 1), (1, 3)], support=(3, 1)
-    ),
-    "temperature": dict(
-        vocab=3, drafted=2, p_weights=QUARTERS, q_weights=HALVES, sampling=Sampling(0.6), drafting=Sampling(1.7)
-    ),
-    "top-k on p": dict(vocab=4, drafted=1, p_weights=WIDE[:1], q_weights=[(2, 1, 1, 0)], sampling=Sampling(0.8, top_k=2)),
-    "top-p on p": dict(vocab=4, drafted=1, p_weights=WIDE[:1], q_weights=[(1, 1, 1, 1)], sampling=Sampling(1.0, 0, 0.7)),
-    "top-k and top-p on p, K=2": dict(
-        vocab=4, drafted=2, p_weights=WIDE[:1], q_weights=[(1, 1, 1, 0)], sampling=Sampling(1.0, 3, 0.6)
-    ),
-    "top-k on q": dict(
-        vocab=4, drafted=2, p_weights=[(2, 1, 1, 2)], q_weights=[(4, 2, 1, 1)], drafting=Sampling(1.0, top_k=2)
-    ),
-    "top-p on q, top-k on p": dict(
-        vocab=4, drafted=1, p_weights=WIDE[:1], q_weights=WIDE[:1], sampling=Sampling(1.3, top_k=2),
-        drafting=Sampling(0.7, top_p=0.7),
-    ),
-    "greedy drafts under ratio": dict(
-        vocab=3, drafted=2, p_weights=QUARTERS, q_weights=QUARTERS, drafting=Sampling(0.0)
-    ),
+    "K=1 V=3": {"vocab": 3, "drafted": 1, "p_weights": QUARTERS, "q_weights": QUARTERS},
+    "K=1 V=4": {"vocab": 4, "drafted": 1, "p_weights": [(1, 2, 3, 0), (1, 1, 2, 2)], "q_weights": [(2, 2, 1, 1), (3, 2, 1, 0)]},
+    "K=2 V=3": {"vocab": 3, "drafted": 2, "p_weights": QUARTERS, "q_weights": QUARTERS},
+    "K=2 V=4": {"vocab": 4, "drafted": 2, "p_weights": [(2, 1, 1, 0), (1, 1, 1, 1)], "q_weights": [(2, 1, 1, 0), (2, 2, 0, 0)]},
+    "K=3 V=3": {"vocab": 3, "drafted": 3, "p_weights": [(1, 1, 2), (0, 1, 3), (4, 0, 0)], "q_weights": HALVES},
+    "K=1 V=3, sharp and flat": {"vocab": 3, "drafted": 1, "p_weights": [(10, 1, 1), (0, 0, 1)], "q_weights": [(1, 1, 1)]},
+    "reduced draft vocabulary": {
+        "vocab": 4, "drafted": 2, "p_weights": [(2, 1, 1, 0), (1, 1, 1, 1)], "q_weights": [(1, 1), (1, 3)], "support": (3, 1)
+    },
+    "temperature": {
+        "vocab": 3, "drafted": 2, "p_weights": QUARTERS, "q_weights": HALVES, "sampling": Sampling(0.6), "drafting": Sampling(1.7)
+    },
+    "top-k on p": {"vocab": 4, "drafted": 1, "p_weights": WIDE[:1], "q_weights": [(2, 1, 1, 0)], "sampling": Sampling(0.8, top_k=2)},
+    "top-p on p": {"vocab": 4, "drafted": 1, "p_weights": WIDE[:1], "q_weights": [(1, 1, 1, 1)], "sampling": Sampling(1.0, 0, 0.7)},
+    "top-k and top-p on p, K=2": {
+        "vocab": 4, "drafted": 2, "p_weights": WIDE[:1], "q_weights": [(1, 1, 1, 0)], "sampling": Sampling(1.0, 3, 0.6)
+    },
+    "top-k on q": {
+        "vocab": 4, "drafted": 2, "p_weights": [(2, 1, 1, 2)], "q_weights": [(4, 2, 1, 1)], "drafting": Sampling(1.0, top_k=2)
+    },
+    "top-p on q, top-k on p": {
+        "vocab": 4, "drafted": 1, "p_weights": WIDE[:1], "q_weights": WIDE[:1], "sampling": Sampling(1.3, top_k=2),
+        "drafting": Sampling(0.7, top_p=0.7),
+    },
+    "greedy drafts under ratio": {
+        "vocab": 3, "drafted": 2, "p_weights": QUARTERS, "q_weights": QUARTERS, "drafting": Sampling(0.0)
+    },
 }  # fmt: skip
 
 
 @pytest.fixture
 def whole(monkeypatch):
-    """The ratio rule in few chunks: thousands of cells at a time (that chunks change nothing has a test of its own)."""
+    """Few large chunks, one thread: thousands of cells at a time (that chunks change nothing has a test of its own)."""
     monkeypatch.setattr(rules._ratio, "__defaults__", (1 << 14,))
+    monkeypatch.setattr(Law.draw, "__defaults__", (1 << 16,))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def toy(name: str, seed: int = 0, own_prefix: bool = False, **changes) -> Toy:
@@ -72,19 +77,12 @@ def distance(one: dict[int, Fraction], other: dict[int, Fraction]) -> float:
 @pytest.mark.parametrize("method", [MATCH, RATIO], ids=lambda m: m.name)
 @pytest.mark.parametrize("name", TOYS)
 def test_the_committed_text_has_exactly_the_targets_law(whole, name, method, own_prefix):
+    """Three tokens, round after round; and as many drafts survive as brute force says."""
     for seed in range(2):
         game = toy(name, seed, own_prefix)
         assert committed_law(game, method, 3) == game.text_law(3)
-
-
-@pytest.mark.parametrize("own_prefix", [False, True])
-@pytest.mark.parametrize("rule", ["match", "ratio"])
-@pytest.mark.parametrize("name", TOYS)
-def test_the_accepted_length_is_the_brute_force_one(whole, name, rule, own_prefix):
-    for seed in range(2):
-        game = toy(name, seed, own_prefix)
-        outcomes = play(game, Method(rule, rule), 0)
-        assert sum(accepted * mass for (_, accepted), mass in outcomes.items()) == expected_accepted(game, rule)
+        accepted = sum(r * mass for (_, r), mass in play(game, method, 0).items())
+        assert accepted == expected_accepted(game, method.rule)
 
 
 def test_the_bound_of_chunks_is_no_boundary():
@@ -152,7 +150,7 @@ def softmax(row):
 
 
 @given(LOGITS, st.integers(1, 3))
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 def test_real_valued_laws_by_their_thresholds(numbers, drafted):
     """`verify` flips its verdict exactly at u = p/q, the residual at its cumulative sums; summed up, that is p."""
     vocab, eps = 3, 1e-6
@@ -223,36 +221,37 @@ def run(cases, p_rows, law_q, readout):
 
 
 # what is broken must be caught ---------------------------------------------------------------------------------------
-def caught(game: Toy, method: Method, length: int) -> bool:
-    return distance(committed_law(game, method, length), game.text_law(length)) > 1e-3
+RICH = {"p_weights": [(1, 1, 2), (0, 1, 3)], "q_weights": [(2, 1, 1), (2, 2, 0), (4, 0, 0)]}
 
 
-BASE = dict(p_weights=[(1, 1, 2), (0, 1, 3), (4, 0, 0)], q_weights=HALVES)
+def caught(method: Method, drafted: int, **changes) -> bool:
+    """Whether one of a few toys shows it, on grids on which the sound rule is exact."""
+    for seed in range(4):
+        game = Toy(**{**dict(vocab=3, drafted=drafted, seed=seed, **RICH), **changes})
+        sound = Method("sound", method.rule, by_hand if method.rule == "ratio" else verify, fine=method.fine)
+        assert committed_law(game, sound, 3) == game.text_law(3)
+        if distance(committed_law(game, method, 3), game.text_law(3)) > 1e-2:
+            return True
+    return False
 
 
-@pytest.mark.parametrize("method", RATIO_BROKEN, ids=lambda m: m.name)
-def test_a_broken_ratio_rule_is_caught(whole, method):
-    drafted = 1 if method.share else 2
-    game = Toy(vocab=3, drafted=drafted, **BASE, seed=1)
-    sound = Method("sound", "ratio", by_hand)
-    assert committed_law(game, sound, 2) == game.text_law(2)
-    assert caught(game, method, 2)
-
-
-@pytest.mark.parametrize("method", MATCH_BROKEN, ids=lambda m: m.name)
-def test_a_broken_match_rule_is_caught(whole, method):
-    game = Toy(vocab=3, drafted=2, **BASE, seed=1)
-    assert caught(game, method, 3)
+@pytest.mark.parametrize("method", RATIO_BROKEN + MATCH_BROKEN, ids=lambda m: f"{m.rule}: {m.name}")
+def test_a_broken_rule_is_caught(whole, method):
+    if method.fine > 1:
+        assert caught(method, **TOYS["K=1 V=4"])
+    else:
+        assert caught(method, 1 if method.share else 2)
 
 
 @pytest.mark.parametrize("method", FILTER_BROKEN, ids=lambda m: m.name)
 @pytest.mark.parametrize("name", ["top-k on p", "top-p on p"])
 def test_forgotten_filters_are_caught(whole, name, method):
-    assert caught(toy(name, 1), method, 2)
+    assert caught(method, **TOYS[name])
 
 
-@pytest.mark.parametrize("method", RATIO_BROKEN[5:9] + MATCH_BROKEN[2:], ids=lambda m: f"{m.rule}: {m.name}")
-def test_a_wrong_count_is_caught_by_the_accepted_length_too(whole, method):
-    game = Toy(vocab=3, drafted=2, **BASE, seed=1)
-    outcomes = play(game, method, 0)
-    assert sum(a * mass for (_, a), mass in outcomes.items()) != expected_accepted(game, method.rule)
+@pytest.mark.parametrize("rule", ["match", "ratio"])
+@pytest.mark.parametrize("by", [1, -1])
+def test_a_wrong_count_is_caught_by_the_accepted_length_too(whole, rule, by):
+    game = Toy(vocab=3, drafted=2, **RICH, seed=1)
+    outcomes = play(game, Method("miscounted", rule, miscounted(by)), 0)
+    assert sum(r * mass for (_, r), mass in outcomes.items()) != expected_accepted(game, rule)

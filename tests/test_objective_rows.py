@@ -145,9 +145,7 @@ def test_chunks_change_nothing(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> N
 
     for chunk in (1, 2, 3, 10, 11, 12, 1000):
         compare(chunk)
-    monkeypatch.setattr(rows, "_CPU_NUMBERS", 13 * 3)  # a CPU that likes three rows at a time
-    compare(1000)
-    monkeypatch.setattr(rows, "_CPU_NUMBERS", 1)  # a vocabulary beyond the budget: a row at a time
+    monkeypatch.setattr(rows, "_CPU_ROWS", 3)
     compare(1000)
 
 
@@ -318,6 +316,7 @@ def test_no_gradient_reaches_the_teacher() -> None:
     row_values("reverse_kl", student, head, **inputs).sum().backward()
     assert student.grad is not None
     assert inputs["teacher"].grad is None
+    assert not row_values("reverse_kl", student.detach(), head, **inputs).requires_grad
 
 
 def test_misuse_is_named() -> None:

@@ -79,11 +79,12 @@ def test_without_taps_there_are_no_features_and_no_hook_stays(each):
         torch.zeros(0, 1, dtype=torch.int64),
         torch.zeros(0, dtype=torch.int64),
     )
+    hooks = [len(layer._forward_hooks) for layer in each._layers]  # transformers may have left some of its own
     assert each.score(tree).features is None
     each.score(tree, (0, 1))
     with pytest.raises(IndexError):
         each.score(dataclasses.replace(tree, tokens=tree.tokens + 10**6), (0, 1))
-    assert not any(layer._forward_hooks for layer in each._layers)
+    assert [len(layer._forward_hooks) for layer in each._layers] == hooks
 
 
 @pytest.mark.parametrize("taps", [(2, 1), (1, 1), (0, 2, 2), (-1,), (4,), (0, 9)], ids=str)
@@ -105,10 +106,10 @@ def paces(draw):
     return width, draw(st.lists(row, min_size=1, max_size=4))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(paces(), st.integers(0, 1000))
 def test_ragged_rows_with_rejections_equal_each_row_alone(each, plan, seed):
-    """Rows advance at their own pace, rejected tokens are overwritten; what counts equals a plain forward of the row."""
+    """Rows advance at their own pace, rejected tokens are overwritten; what counts is a plain forward of the row."""
     width, rows = plan
     longest = max(p + sum(kept) for p, kept in rows) + width
     texts = [text(longest, seed + i) for i in range(len(rows))]
@@ -202,7 +203,7 @@ def worst(target: Target, plan, tree: Tree, slot, trunks, tokens) -> float:
     return max(gaps)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(plans(), st.integers(0, 1000))
 def test_one_forward_of_the_tree_equals_a_forward_of_each_branch(each, plan, seed):
     assert worst(each, plan, *lay(plan, seed)) < CLOSE
@@ -258,7 +259,7 @@ def test_positions_off_by_one_are_noticed(each):
     assert worst(each, FIXED, dataclasses.replace(tree, position=shifted), *rest) > 1e-4
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(plans(), st.integers(0, 1000), st.data())
 def test_nothing_leaks(each, plan, seed, data):
     """A changed token changes the slots that see it, and no bit of any other slot's hidden row or features."""

@@ -107,6 +107,18 @@ def test_views_shared_memory_and_parameters_are_fine(tmp_path):
 
 # ------------------------------------------------------------------------------------------------ dying while saving it
 
+
+def survivor(folder: Path) -> int:
+    """Return the step of what loads after a kill (0: nothing), having checked all that bears a final name."""
+    for path in folder.glob("[0-9]*"):
+        assert_whole(load(path))
+    found = load(folder, PRINTS)
+    if found is None:
+        return 0
+    assert_whole(found)
+    return found.step
+
+
 _NURSERY = """
 import os, sys
 from pathlib import Path
@@ -165,18 +177,17 @@ def test_kill_9_at_random_moments(tmp_path, nursery):
     save(tmp_path / "timed", state_of(1))
     span = time.monotonic() - begin
     steps, torn = [0], 0
-    for _ in range(50):
+    for round_ in range(300):  # rounds until enough has happened, however busy the machine
+        if round_ >= 40 and steps[-1] > 5 and torn > 2:
+            break
         nursery.stdin.write(f"{folder} 0\n")
         child = int(nursery.stdout.readline())
-        time.sleep(random_.uniform(0.0, 3 * span))
+        time.sleep(random_.uniform(0.0, 4 * span))
         os.kill(child, signal.SIGKILL)
         nursery.stdin.write("killed\n")
         assert nursery.stdout.readline() == "dead\n"
-        found = load(folder, PRINTS)
         torn += folder.is_dir() and len(os.listdir(folder)) > 1
-        if found is not None:
-            assert_whole(found)
-        steps.append(found.step if found else 0)
+        steps.append(survivor(folder))
     assert steps == sorted(steps)  # nothing saved is ever lost
     assert steps[-1] > 5  # the savers did save
     assert torn > 2  # and some died in the middle
@@ -194,10 +205,7 @@ def test_kill_9_before_every_touch_of_the_file_system(tmp_path, nursery, already
         nursery.stdin.write(f"{folder} {fuse}\n")
         nursery.stdout.readline()
         status = int(nursery.stdout.readline())
-        found = load(folder, PRINTS)
-        if found is not None:
-            assert_whole(found)
-        outcomes.append(found.step if found else 0)
+        outcomes.append(survivor(folder))
         path = save(folder, state_of(9))  # the next save goes through and cleans up
         assert os.listdir(folder) == [path.name]
         assert_whole(load(folder))
@@ -252,9 +260,7 @@ def test_damaged_tensors_are_named(tmp_path, name, how):
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", '{"schema": 1}', '{"schema": 1, "fingerprints": 3, "bytes": {}}']
-)
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"schema": 1}', '{"schema": 1, "fingerprints": 3}'])
 def test_damaged_scalars_are_named(tmp_path, text):
     path = save(tmp_path / "c", state_of(1)) / "state.json"
     path.write_text(text)

@@ -37,6 +37,7 @@ class Method:
     verify: Callable = verify
     spoil: Callable[[Proposal], Proposal] = as_is
     share: dict[Purpose, Purpose] = field(default_factory=dict)  # purpose -> the purpose whose uniforms it steals
+    fine: int = 1  # a finer grid, for faults that move a boundary by less than a cell
 
 
 MATCH, RATIO = Method("match", "match"), Method("ratio", "ratio")
@@ -76,11 +77,11 @@ class Toy:
     sampling: Sampling = field(default_factory=lambda: Sampling(1.0))
     drafting: Sampling = field(default_factory=lambda: Sampling(1.0))
     support: tuple[int, ...] | None = None
-    depth: int = 5
     seed: int = 0
 
     def __post_init__(self) -> None:
         draw = random.Random(self.seed)
+        self.depth = self.drafted + 2  # blocks begun within the first three tokens
         self.nodes = sum(self.vocab**d for d in range(self.depth + 1))
         self.p = [kept(self._shuffled(draw, self.p_weights), Sampling(1.0)) for _ in range(self.nodes)]
         self.q = [[kept(self._draft(draw), Sampling(1.0)) for _ in range(self.drafted)] for _ in range(self.nodes)]
@@ -192,7 +193,7 @@ def play(toy: Toy, method: Method, start: int) -> dict[tuple[int, int], Fraction
         u = {Purpose.TARGET: grid[:, : drafted + 1], Purpose.RESIDUAL: grid[:, -1:].expand(-1, drafted)}
         u[Purpose.DRAFT] = u[Purpose.ACCEPT] = torch.full_like(grid[:, :drafted], float("nan"))  # nothing may read them
     else:
-        grid = cells(*[draft] * drafted, *[accept] * drafted, last)
+        grid = cells(*[draft] * drafted, *[accept * method.fine] * drafted, last * method.fine)
         u = {Purpose.DRAFT: grid[:, :drafted], Purpose.ACCEPT: grid[:, drafted : 2 * drafted]}
         u[Purpose.RESIDUAL] = grid[:, -1:].expand(-1, drafted)  # correction and bonus exclude each other: one axis
         u[Purpose.TARGET] = grid[:, -1:].expand(-1, drafted + 1)

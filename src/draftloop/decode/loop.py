@@ -46,7 +46,7 @@ def decode(target: Any, drafter: Any | None, requests: Sequence[Request], option
         options: lengths, sampling, rule, seed.
 
     Raises:
-        InputError: an empty prompt, or one that does not fit.
+        InputError: an empty prompt, one that does not fit, or a token that the target does not have.
     """
     results = [Generation(request.ids) for request in requests]
     for _ in rounds(target, drafter, requests, options, results):
@@ -58,8 +58,7 @@ def rounds(
     target: Any, drafter: Any | None, requests: Sequence[Request], options: Options, results: list[Generation]
 ) -> Iterator[list[Commit]]:
     """As `decode`, but yield what each round committed; `results` fill up as it goes."""
-    if any(not request.ids for request in requests):
-        raise InputError("a prompt has no tokens", fix="Give every prompt at least one token.")
+    _check(target, requests, options)
     order = sorted(range(len(requests)), key=lambda i: len(requests[i].ids))  # little padding
     for start in range(0, len(order), options.batch_size):
         indices = order[start : start + options.batch_size]
@@ -67,6 +66,21 @@ def rounds(
         yield batch.publish(batch.prefill(), indices, results)
         while batch.rows:
             yield batch.publish(batch.round(), indices, results)
+
+
+def _check(target: Any, requests: Sequence[Request], options: Options) -> None:
+    """Refuse what cannot be decoded before anything is."""
+    for number, request in enumerate(requests):
+        where = f"request {number}"
+        if not request.ids:
+            raise InputError("a prompt has no tokens", where=where, fix="Give every prompt at least one token.")
+        if not 0 <= min(request.ids) <= max(request.ids) < target.vocab_size:
+            raise InputError(
+                f"a prompt holds a token outside the target's vocabulary of {target.vocab_size}",
+                where=where,
+                fix="Tokenize prompts with the target's own tokenizer.",
+            )
+    target.check_length(max((len(request.ids) for request in requests), default=0) + options.max_new_tokens)
 
 
 class _Batch:

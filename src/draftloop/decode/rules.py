@@ -76,7 +76,7 @@ def verify(rule: Rule, proposal: Proposal, target: Law, coins: Coins) -> Verdict
         target: hidden [b * (K + 1), H]; row k of a block is the law after k drafted tokens.
         coins: uniforms, unused where nothing is random.
     """
-    if rule == "match" or target.sampling.greedy:
+    if rule == "match" or target.sampling.greedy or not proposal.tokens.shape[1]:  # nothing drafted: draw from p
         return _match(proposal, target, coins)
     return _ratio(proposal, target, coins)
 

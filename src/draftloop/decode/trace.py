@@ -97,7 +97,8 @@ class Generation:
         prompt: its prompt's tokens.
         tokens: response tokens, the end-of-sequence token included if it was reached.
         finished: whether end-of-sequence was reached.
-        steps: verifications in order (none in plain decoding's trace with K = 0 drafts: each commits one token).
+        steps: verifications in order; the prefill, which commits the first token, is none. Plain decoding's steps have
+            no drafts and commit one token each.
         features: [T - 1, F * H] tapped features of every position that was fed, if recorded.
         hidden: [T - 1, H] hidden rows of the same positions, if recorded.
         verified: [len(steps), K + 1, H] hidden rows of each verification on the drafter's own prefix, if recorded.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from draftloop.core.errors import InputError
+from draftloop.core.version import VERSION
 from draftloop.drafter.spec import DrafterSpec
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlashQwen3ForCausalLM")  # the published name, and vLLM's for the same
@@ -69,7 +69,7 @@ def config_of(spec: DrafterSpec, dtype: torch.dtype, *, weights: str, extra: dic
     """
     ours = {
         "schema": SCHEMA,
-        "version": version("draftloop"),
+        "version": VERSION,
         "made_for": spec.made_for,
         "mask_token": spec.mask_token_id,
         "weights_sha256": weights,

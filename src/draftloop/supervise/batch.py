@@ -16,6 +16,7 @@ from draftloop.recipe import StagePart
 from draftloop.supervise.anchors import choose
 from draftloop.supervise.lesson import FeatureStore, Lesson
 from draftloop.supervise.propose import (
+    committed_greedily,
     greedy_run,
     recorded_blocks,
     redraft_blocks,
@@ -35,7 +36,7 @@ class Scored:
         token: int64 [b, M] tokens at the anchors.
         blocks: the N real blocks.
         column: int64 [N], where each block stands in its row of `anchor`.
-        labels: int64 [N, K] the token that verification committed at each position (where it is known).
+        labels: int64 [N, K] the token that verification committed at each position (where it is known), or the trunk's.
         teacher: [N, K, H] the target's hidden rows, or None if the objective needs none.
     """
 
@@ -87,14 +88,20 @@ def supervise(
     features = torch.nn.utils.rnn.pad_sequence([lesson.features for lesson in lessons], batch_first=True)  # type: ignore[misc]
     own = trunk_blocks(lessons, cells, drafted, device)
     scored = Scored(features, anchor, token, own, column, own.tokens, None)
+    known = own.valid
 
     if stage.proposals == "trunk":
         teacher = trunk_rows(lessons, scored.blocks) if need_teacher else None
     elif stage.proposals == "recorded":
         blocks = recorded_blocks(lessons, cells, drafted, target.eos_ids, device)
-        scored = replace(scored, blocks=blocks)
-        stored = stage.rollout.teacher == "store"
-        teacher = recorded_rows(lessons, blocks) if stored else scored_rows(target, lessons, blocks)
+        labels = torch.where(blocks.accepted, blocks.tokens, own.tokens)
+        scored = replace(scored, blocks=blocks, labels=labels)
+        if not need_teacher:
+            teacher = None
+        elif stage.rollout.teacher == "store":
+            teacher = recorded_rows(lessons, blocks)
+        else:
+            teacher = scored_rows(target, lessons, blocks)
     else:
         with torch.no_grad():
             hidden = scored.drafted_rows(drafter)
@@ -102,10 +109,15 @@ def supervise(
         blocks = redraft_blocks(lessons, cells, hidden, drafter.readout, target.eos_ids, room)
         teacher = scored_rows(target, lessons, blocks)
         run = greedy_run(teacher, blocks.tokens, target.readout).unsqueeze(1)
-        scored = replace(scored, blocks=replace(blocks, accepted=blocks.valid & (blocks.position <= run)))
+        blocks = replace(blocks, accepted=blocks.valid & (blocks.position <= run))
+        labels, known = committed_greedily(blocks, own, teacher, target.readout)
+        scored = replace(scored, blocks=blocks, labels=labels)
     store.release(lessons)
-    labels = torch.where(scored.blocks.accepted, scored.blocks.tokens, own.tokens)
-    return replace(scored, labels=labels, teacher=teacher)
+    if need_teacher:
+        return replace(scored, teacher=teacher)
+    # labels alone are read, and a block may reach beyond what is known of the text
+    blocks = scored.blocks
+    return replace(scored, blocks=replace(blocks, valid=blocks.valid & known, accepted=blocks.accepted & known))
 
 
 def _pad(lessons: list[Lesson], chosen: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -75,13 +75,14 @@ class FeatureStore:
         self._version = target.version
         self._held = 0
         self._kept: dict[int, Lesson] = {}  # by identity
+        self._in_use: dict[int, Lesson] = {}  # filled, not yet released
 
     def fill(self, lessons: list[Lesson], tokens_at_once: int = 4096) -> None:
         """Give every lesson its features and hidden rows; lessons of similar length share a forward."""
         if self.target.version != self._version:  # the target's weights changed
-            for lesson in self._kept.values():
+            for lesson in (*self._kept.values(), *self._in_use.values()):
                 lesson.features = lesson.hidden = None
-            self._kept, self._held, self._version = {}, 0, self.target.version
+            self._kept, self._in_use, self._held, self._version = {}, {}, 0, self.target.version
         missing = sorted((one for one in lessons if one.features is None), key=lambda one: len(one.trunk))
         start = 0
         while start < len(missing):
@@ -103,10 +104,12 @@ class FeatureStore:
         for i, lesson in enumerate(lessons):
             lesson.features = rows.features[i, : sizes[i]].clone()
             lesson.hidden = rows.hidden[i, : sizes[i]].clone()
+            self._in_use[id(lesson)] = lesson
 
     def release(self, lessons: list[Lesson]) -> None:
         """After use: keep what the budget allows, drop the rest (it will be computed again)."""
         for lesson in lessons:
+            self._in_use.pop(id(lesson), None)
             if lesson.steps or id(lesson) in self._kept:
                 continue  # a rollout's rows belong to the rollout
             if self._held + lesson.nbytes <= self.budget:

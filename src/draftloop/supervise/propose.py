@@ -62,7 +62,7 @@ def recorded_blocks(
 def redraft_blocks(
     lessons: list[Lesson], cells: Cells, hidden: Tensor, readout: Readout, eos: tuple[int, ...], room: Tensor
 ) -> Blocks:
-    """The drafter's argmax at each anchor; `accepted` stays empty until `verify_greedily` fills it.
+    """The drafter's argmax at each anchor; `accepted` stays empty, for nothing is verified yet.
 
     Args:
         hidden: [N, K, H] the drafter's rows.
@@ -103,6 +103,29 @@ def greedy_run(hidden: Tensor, tokens: Tensor, readout: Readout) -> Tensor:
         alive = alive[same]
         run[alive] += 1
     return run
+
+
+@torch.no_grad()
+def committed_greedily(blocks: Blocks, own: Blocks, teacher: Tensor, readout: Readout) -> tuple[Tensor, Tensor]:
+    """What greedy verification commits at each position of a redraft, and behind that what the trunk holds.
+
+    Args:
+        blocks: redrafted and verified.
+        own: the trunk's own blocks from the same anchors.
+        teacher: [N, K, H].
+        readout: the target's.
+
+    Returns:
+        int64 [N, K] labels; bool [N, K], whether a label is known: it was committed, or what was committed lies on the
+        trunk, which then goes on from there.
+    """
+    labels = torch.where(blocks.accepted, blocks.tokens, own.tokens)
+    first = blocks.first_rejected
+    rows = teacher[first].split(512)
+    labels[first] = torch.cat([readout.logits(part).argmax(-1) for part in rows])
+    committed = blocks.accepted | first
+    on_trunk = ((labels == own.tokens) | ~committed).all(-1, keepdim=True)
+    return labels, committed | (own.valid & on_trunk)
 
 
 def trunk_run(lessons: list[Lesson], blocks: Blocks) -> Tensor:

@@ -1,6 +1,6 @@
 """Fixed trunks: the target answers prompts (or prompts bring their answers), written down as it goes.
 
-The file is one header line and one trunk a line; killed at any moment, the next call goes on from the last whole line.
+The file is one header line and one answered prompt a line; killed at any moment, the next call goes on from the last whole line.
 Knows no drafter.
 """
 
@@ -24,7 +24,7 @@ from draftloop.decode.loop import decode
 from draftloop.decode.trace import Options, Request
 from draftloop.recipe import DataPart
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ def prepare_trunks(
         target: a `Target` with a tokenizer.
         prompts: of one split.
         data: template arguments, limits, response options.
-        path: JSON lines; an existing file of the same target and options is continued.
+        path: JSON lines; an existing file of the same target and options is continued, but for prompts whose text has
+            changed under their id.
         seed: of the keyed draws.
         greedy: answer at temperature 0 with one sample, whatever `data.response` says (held-out splits).
         advance: called with (responses done, responses in all).
@@ -73,19 +74,18 @@ def prepare_trunks(
         "template": fingerprint(getattr(target.tokenizer, "chat_template", None), data.template_kwargs),
         "response": fingerprint(answers.model_dump(exclude={"batch_size"}), data.max_prompt_tokens, seed),
     }
-    book = _Book(path, header)
-    too_long: list[str] = []
-    given = [p for p in prompts if p.answered and not answers.regenerate]
-    asked = [p for p in prompts if not (p.answered and not answers.regenerate)]
+    book = _Book(path, header, answers.regenerate)
+    given = [p for p in prompts if book.given(p)]
+    asked = [p for p in prompts if not book.given(p)]
     for prompt in given:
-        if not book.has(prompt.id, 0):
+        if not book.has(prompt, 0):
             found = encode_conversation(
                 target.tokenizer, prompt, template_kwargs=data.template_kwargs, eos_ids=target.eos_ids
             )
             longest = data.max_prompt_tokens + answers.max_new_tokens
-            book.add(prompt.id, 0, [t for t in found if len(t) <= longest])
+            book.add(prompt, 0, [t for t in found if len(t) <= longest])
     total = len(given) + len(asked) * answers.samples
-    work = [(p, s) for p in asked for s in range(answers.samples) if not book.has(p.id, s)]
+    work = [(p, s) for p in asked for s in range(answers.samples) if not book.has(p, s)]
     advance(total - len(work), total)
     sampling = Sampling(answers.temperature, answers.top_k, answers.top_p)
     options = Options(answers.max_new_tokens, sampling, seed=seed, batch_size=answers.batch_size)
@@ -93,25 +93,31 @@ def prepare_trunks(
         _answer(target, work[start : start + answers.batch_size], data, options, book)
         advance(total - len(work) + min(start + answers.batch_size, len(work)), total)
     trunks: list[Trunk] = []
-    too_short: list[Trunk] = []
+    too_long: list[str] = []
+    too_short: list[str] = []
     for prompt in prompts:
-        for sample in range(1 if prompt in given else answers.samples):
-            mine = book.get(prompt.id, sample)
-            if not mine:
-                too_long.append(prompt.id)
-            for trunk in mine:
-                teachable = any(a and b for a, b in zip(trunk.mask, trunk.mask[1:], strict=False))
-                (trunks if teachable else too_short).append(trunk)
+        mine = [t for s in range(1 if book.given(prompt) else answers.samples) for t in book.get(prompt, s)]
+        if not mine:
+            too_long.append(prompt.id)
+        for trunk in mine:
+            if any(a and b for a, b in zip(trunk.mask, trunk.mask[1:], strict=False)):
+                trunks.append(trunk)
+            else:
+                too_short.append(trunk.id)
     if not trunks:
-        why = (
-            f"all are longer than {data.max_prompt_tokens} tokens"
-            if too_long
-            else "every response is too short for an anchor"
-        )
-        raise InputError(
-            f"no prompt is left ({why})", where=str(path), fix="Raise data.max_prompt_tokens or give other prompts."
-        )
-    return Prepared(trunks, too_long, [t.id for t in too_short])
+        raise _nothing_left(path, data, len(too_long), len(too_short))
+    return Prepared(trunks, too_long, too_short)
+
+
+def _nothing_left(path: Path, data: DataPart, long: int, short: int) -> InputError:
+    reasons, fixes = [], ["give other prompts."]
+    if short:
+        reasons.append(f"{short} with a response too short for an anchor")
+    if long:
+        reasons.insert(0, f"{long} longer than {data.max_prompt_tokens} tokens")
+        fixes.insert(0, "raise data.max_prompt_tokens")
+    fix = " or ".join(fixes)
+    return InputError(f"no prompt is left ({', '.join(reasons)})", where=str(path), fix=fix[0].upper() + fix[1:])
 
 
 def _answer(target: Any, work: list[tuple[Prompt, int]], data: DataPart, options: Options, book: _Book) -> None:
@@ -136,34 +142,44 @@ def _answer(target: Any, work: list[tuple[Prompt, int]], data: DataPart, options
             said[i].append(answer_text(target.tokenizer, made_now.tokens, target.eos_ids))
         turn += 1
     for i, (prompt, sample) in enumerate(work):
-        book.add(prompt.id, sample, made[i])
+        book.add(prompt, sample, made[i])
 
 
 class _Book:
     """The file of trunks: whole lines only, appended and synced batch by batch."""
 
-    def __init__(self, path: Path, header: dict[str, Any]) -> None:
-        self.path = path
-        self._trunks: dict[tuple[str, int], list[Trunk]] = {}
+    def __init__(self, path: Path, header: dict[str, Any], regenerate: bool) -> None:
+        self.path, self.regenerate = path, regenerate
+        self._trunks: dict[tuple[str, int, str], list[Trunk]] = {}
         lines = _whole_lines(path)
         if lines and json.loads(lines[0]) == header:
             for number, line in enumerate(lines[1:], start=2):
                 row = json.loads(line)
                 trunks = [Trunk.from_json(t, f"{path}:{number}") for t in row["trunks"]]
-                self._trunks[(row["prompt"], row["sample"])] = trunks
+                self._trunks[(row["prompt"], row["sample"], row["asked"])] = trunks
         else:
             lines = [json.dumps(header)]
         write_text(path, "".join(line + "\n" for line in lines))
 
-    def has(self, prompt: str, sample: int) -> bool:
-        return (prompt, sample) in self._trunks
+    def given(self, prompt: Prompt) -> bool:
+        """Whether the answer that the prompt carries is taken."""
+        return prompt.answered and not self.regenerate
 
-    def get(self, prompt: str, sample: int) -> list[Trunk]:
-        return self._trunks.get((prompt, sample), [])
+    def _key(self, prompt: Prompt, sample: int) -> tuple[str, int, str]:
+        # an id is often no more than file and line: the text says whether it is still the same prompt
+        text = prompt.messages if self.given(prompt) else prompt.question
+        return prompt.id, sample, fingerprint(text, prompt.turns, prompt.tools)
 
-    def add(self, prompt: str, sample: int, trunks: list[Trunk]) -> None:
-        self._trunks[(prompt, sample)] = trunks
-        row = {"prompt": prompt, "sample": sample, "trunks": [trunk.to_json() for trunk in trunks]}
+    def has(self, prompt: Prompt, sample: int) -> bool:
+        return self._key(prompt, sample) in self._trunks
+
+    def get(self, prompt: Prompt, sample: int) -> list[Trunk]:
+        return self._trunks.get(self._key(prompt, sample), [])
+
+    def add(self, prompt: Prompt, sample: int, trunks: list[Trunk]) -> None:
+        key = self._key(prompt, sample)
+        self._trunks[key] = trunks
+        row = {"prompt": key[0], "sample": key[1], "asked": key[2], "trunks": [trunk.to_json() for trunk in trunks]}
         try:
             with open(self.path, "a", encoding="utf-8") as handle:
                 handle.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -178,7 +194,8 @@ def _whole_lines(path: Path) -> list[str]:
     if not path.is_file():
         return []
     lines = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    # not splitlines: a prompt's id may hold U+2028 and the like, which JSON writes as they are
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             json.loads(line)
         except ValueError:

@@ -53,7 +53,8 @@ def roll_out(
     Raises:
         InputError: no response was long enough for a block.
     """
-    requests = [Request(trunk.prompt, key_of(trunk.id), visit) for trunk in prompts]
+    # several answers to one prompt are several prompts here: else they would be rolled out as one and the same text
+    requests = [Request(trunk.prompt, key_of(f"{trunk.id}#{trunk.sample}"), visit) for trunk in prompts]
     options = Options(
         max_new_tokens,
         Sampling(part.temperature),
@@ -96,11 +97,14 @@ def load_rollout(path: Path, device: torch.device) -> list[Lesson]:
     """Read a rollout back.
 
     Raises:
-        InputError: the file is missing or broken.
+        InputError: the file is missing, broken or no rollout.
     """
     tensors = read_tensors(path)
     with safe_open(path, framework="pt") as handle:
-        rows = json.loads(handle.metadata()["lessons"])
+        written = (handle.metadata() or {}).get("lessons")
+    if written is None:
+        raise InputError("the file holds no rollout", where=str(path), fix="Begin the run anew (--fresh).")
+    rows = json.loads(written)
     lessons = []
     for i, row in enumerate(rows):
         steps = tuple(

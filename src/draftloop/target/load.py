@@ -270,17 +270,26 @@ def _probe(target: Target) -> None:
     ids = torch.arange(7, device=target.device) * 31 % target.vocab_size
     trunk, branch = ids[:5], ids[5:]
     plain = torch.cat([trunk[:3], branch]).unsqueeze(0)
-    with target._tapped(range(target.num_layers)) as tapped:
-        out = target.model(input_ids=plain, output_hidden_states=True)
-    want = out.logits[0].float()
+    fed: list[torch.Tensor] = []  # what each decoder layer was given
+
+    def look(module: nn.Module, args: Any, kwargs: Any) -> None:
+        fed.append(args[0] if args else kwargs["hidden_states"])
+
+    looking = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in target._layers]
+    try:
+        with target._tapped(range(target.num_layers)) as tapped:
+            want = target.model(input_ids=plain).logits[0].float()
+    finally:
+        for handle in looking:
+            handle.remove()
     if not bool(torch.isfinite(want).all()):
         raise InputError(
             "the target's logits hold NaN or infinity",
             where=target.name,
             fix="Its weights are damaged; use another checkpoint.",
         )
-    for layer in range(target.num_layers - 1):  # behind the last layer the model reports its normed output
-        if not torch.equal(tapped[layer], out.hidden_states[layer + 1]):
+    for layer, following in enumerate(fed[1:]):
+        if not torch.equal(tapped[layer], following):
             raise InputError(
                 f"the output of its layer {layer} cannot be tapped", where=target.name, fix="Use another target."
             )

@@ -138,15 +138,14 @@ def load(folder: Path, fingerprints: Mapping[str, str] | None = None) -> State |
         )
     try:
         _compare(told["fingerprints"], fingerprints, generation)
-        tensors = {name: _read(generation / f"{name}.safetensors", size) for name, size in told["bytes"].items()}
         best = told["best"]
         return State(
             stage=told["stage"],
             step=told["step"],
-            drafter=tensors["drafter"],
-            optimiser=tensors["optimiser"],
+            drafter=_read(generation / "drafter.safetensors"),
+            optimiser=_read(generation / "optimiser.safetensors"),
             fingerprints=told["fingerprints"],
-            best=Best(best["step"], best["tau"], tensors["best"]) if best else None,
+            best=Best(best["step"], best["tau"], _read(generation / "best.safetensors")) if best else None,
             labels=told["labels"],
             seconds=told["seconds"],
             extra=told["extra"],
@@ -183,7 +182,6 @@ def _write(folder: Path, state: State) -> None:
     parts = {"drafter": state.drafter, "optimiser": state.optimiser}
     if state.best:
         parts["best"] = state.best.tensors
-    sizes = {}
     for name, tensors in parts.items():
         path = folder / f"{name}.safetensors"
         try:
@@ -197,7 +195,6 @@ def _write(folder: Path, state: State) -> None:
                 f"cannot write ({error})", where=str(path), fix="Look after the disk and resume."
             ) from error
         _sync(path)
-        sizes[name] = path.stat().st_size
     told = {
         "schema": SCHEMA,
         "stage": state.stage,
@@ -207,7 +204,6 @@ def _write(folder: Path, state: State) -> None:
         "best": {"step": state.best.step, "tau": state.best.tau} if state.best else None,
         "fingerprints": state.fingerprints,
         "extra": state.extra,
-        "bytes": sizes,
     }
     path = folder / _STATE
     path.write_text(json.dumps(told, indent=2, allow_nan=False) + "\n", encoding="utf-8")
@@ -224,12 +220,10 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _read(path: Path, size: int) -> dict[str, Tensor]:
+def _read(path: Path) -> dict[str, Tensor]:
+    """Read a safetensors file, whose header tells whether all of it is there."""
     if not path.is_file():
         raise _damaged(path, "is missing")
-    found = path.stat().st_size
-    if found != size:
-        raise _damaged(path, f"has {found} bytes instead of {size}")
     try:
         return load_file(path)
     except (SafetensorError, OSError, ValueError) as error:

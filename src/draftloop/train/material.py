@@ -17,6 +17,7 @@ import torch
 
 from draftloop.core.errors import InputError
 from draftloop.core.files import fingerprint, write_json
+from draftloop.core.version import VERSION
 from draftloop.data.overlap import Overlap, ngram_overlap
 from draftloop.data.prompts import Prompt, read_prompts, split
 from draftloop.drafter.build import new_drafter
@@ -222,8 +223,8 @@ def command() -> str:
 
 def versions() -> dict[str, str]:
     """Exact versions of what computes."""
-    found = {"python": platform.python_version()}
-    for package in ("draftloop", "torch", "transformers", "tokenizers", "safetensors", "numpy"):
+    found = {"python": platform.python_version(), "draftloop": VERSION}
+    for package in ("torch", "transformers", "tokenizers", "safetensors", "numpy"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -1,0 +1,92 @@
+"""What only a CUDA GPU can show: FlexAttention against the dense mask, and decoding and training there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from draftloop.core.law import Sampling
+from draftloop.decode.loop import decode
+from draftloop.decode.trace import Options, Request
+from draftloop.drafter.build import new_drafter
+from draftloop.drafter.dflash import DFlash
+from draftloop.drafter.masks import block_mask
+from draftloop.target.load import load_target
+from tests.tiny import tiny_model, tiny_spec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    torch.backends.cuda.matmul.allow_tf32 = False
+    target = load_target(tiny_model("qwen3").cuda())
+    spec = tiny_spec(target, block=4)
+    spec = type(spec)(**{**vars(spec), "head_dim": 16})
+    drafter = new_drafter(spec, target)
+    with torch.no_grad():
+        for weight in drafter.parameters():
+            if weight.dim() > 1:
+                weight.mul_(8)
+    return target, drafter
+
+
+def test_flex_packed_equals_cached_decoding(pair):
+    target, drafter = pair
+    features = torch.randn(3, 40, len(drafter.spec.target_layers) * target.hidden_size, device="cuda")
+    anchor = torch.randint(1, 39, (3, 7), device="cuda")
+    tokens = torch.randint(6, 60, (3, 7), device="cuda")
+    packed = drafter(features, anchor, tokens)
+    for row in range(3):
+        for column in range(7):
+            at = int(anchor[row, column])
+            cache = drafter.new_cache(64)
+            drafter.extend(cache, features[row : row + 1, :at], torch.arange(at, device="cuda").unsqueeze(0))
+            alone = drafter.begin(cache, anchor[row, column].view(1), tokens[row, column].view(1))
+            scale = alone.abs().max()
+            assert float(((packed[row, column] - alone[0]).abs().max() / scale).detach()) < 1e-4
+
+
+def test_flex_gradient_equals_dense_on_cpu(pair):
+    target, drafter = pair
+    there = DFlash(drafter.spec)
+    there.load_state_dict({name: weight.cpu() for name, weight in drafter.state_dict().items()})
+    embedding = target.model.get_input_embeddings().weight.detach().cpu()
+    there.bind(lambda ids: embedding[ids], target.readout)
+    features = torch.randn(2, 30, len(drafter.spec.target_layers) * target.hidden_size)
+    anchor, tokens = torch.randint(1, 29, (2, 5)), torch.randint(6, 60, (2, 5))
+    assert isinstance(block_mask(anchor, 30, 4), torch.Tensor)
+    there(features, anchor, tokens).square().sum().backward()
+    drafter.zero_grad()
+    drafter(features.cuda(), anchor.cuda(), tokens.cuda()).square().sum().backward()
+    for (name, mine), theirs in zip(drafter.named_parameters(), there.parameters(), strict=True):
+        # kernels of FlexAttention multiply in tf32, so the direction is compared, not the last digits
+        a, b = mine.grad.cpu().flatten().double(), theirs.grad.flatten().double()
+        assert float(torch.cosine_similarity(a, b, dim=0)) > 0.999, name
+        assert float((a - b).norm() / b.norm()) < 0.05, name
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_speculative_equals_plain_on_cuda(pair, temperature):
+    target, drafter = pair
+    requests = [Request(tuple(range(6, 9 + i)), key=i) for i in range(9)]
+    options = Options(40, Sampling(temperature), batch_size=4)
+    plain = decode(target, None, requests, options)
+    fast = decode(target, drafter, requests, options)
+    assert [made.tokens for made in plain] == [made.tokens for made in fast]
+
+
+def test_a_whole_toy_run_on_cuda(tmp_path):
+    from draftloop.evaluate.summary import read_summary
+    from draftloop.recipe import Recipe
+    from draftloop.train.job import train
+    from tests.toy_run import toy_recipe
+
+    recipe = toy_recipe(tmp_path)
+    recipe["target"]["device"] = "cuda"
+    recipe["drafter"]["head_dim"] = 16
+    folder = train(Recipe.model_validate(recipe), out=tmp_path / "run", quiet=True, say=lambda text: None)
+    assert read_summary(folder).lossless
