@@ -172,3 +172,19 @@ def trained_drafter(target, scripts: list[list[int]], steps: int = 60, **changes
         loss.backward()
         optimiser.step()
     return drafter.requires_grad_(False).eval()
+
+
+def p_value(generations, law: torch.Tensor) -> float:
+    """Chi-square of the joint law of three tokens; cells with fewer than five expected are pooled."""
+    v = round(len(law) ** (1 / 3))
+    place = torch.tensor([[v * v * g.tokens[0] + v * g.tokens[1] + g.tokens[2]] for g in generations]).squeeze(1)
+    seen, expected = torch.bincount(place, minlength=len(law)).double(), law * len(generations)
+    if bool((seen[law == 0] > 0).any()):
+        return 0.0  # a text that the target never writes
+    rare = expected < 5
+    seen = torch.cat([seen[~rare], seen[rare].sum(0, keepdim=True)])
+    expected = torch.cat([expected[~rare], expected[rare].sum(0, keepdim=True)])
+    statistic = ((seen - expected) ** 2 / expected.clamp(min=1e-9)).sum()
+    freedom = torch.tensor((len(seen) - 1) / 2, dtype=torch.float64)
+    assert len(seen) > 20
+    return float(torch.special.gammaincc(freedom, statistic / 2))

@@ -51,7 +51,7 @@ def half_learned(target, requests):
 # the slow way --------------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def plain_forward(target, ids: list[int], taps=()):
-    """Logits [t, V], hidden rows [t, H] and tapped features [t, F * H] of one text: one forward, no cache, no padding."""
+    """Logits [t, V], hidden rows [t, H], tapped features [t, F * H] of one text: one forward, no cache, no padding."""
     out = target.model(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
     features = torch.cat([out.hidden_states[layer + 1][0] for layer in taps], -1) if taps else None
     return out.logits[0], out.hidden_states[-1][0], features
@@ -377,11 +377,11 @@ def test_a_text_may_fill_the_context_of_a_model_with_learned_positions():
 def test_smollm2_speculates_what_it_writes():
     target = load_target("smollm2", dtype="float32")
     drafter = new_drafter(spec_for(DrafterPart(layers=2, block_size=8), target), target)
-    chats = ("Name three rivers of Europe.", "What is 17 times 3? Explain briefly.")
-    requests = [
-        Request(tuple(target.tokenizer.apply_chat_template([{"role": "user", "content": chat}], add_generation_prompt=True, return_dict=False)), key=i)
-        for i, chat in enumerate(chats)
-    ]  # fmt: skip
+    requests = []
+    for chat in ("Name three rivers of Europe.", "What is 17 times 3? Explain briefly."):
+        message = [{"role": "user", "content": chat}]
+        ids = target.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+        requests.append(Request(tuple(ids), key=len(requests)))
     options = Options(max_new_tokens=24)
     plain = decode(target, None, requests, options)
     assert [g.tokens for g in decode(target, drafter, requests, options)] == [g.tokens for g in plain]

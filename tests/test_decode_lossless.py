@@ -1,4 +1,4 @@
-"""Decoding as a whole is lossless: the loop enumerated exactly, the real sampler by statistics, greedy token for token."""
+"""Decoding as a whole is lossless: the loop enumerated exactly, the sampler by statistics, greedy token for token."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from tests.stand_ins import (
     ToyDrafter,
     ToyTarget,
     garbled,
+    p_value,
     requests_of,
     scripts_of,
     trained_drafter,
@@ -209,22 +210,6 @@ def sampled(target, drafter, samples: int = SAMPLES, **options) -> list:
     return decode(
         target, drafter, requests, Options(**{"max_new_tokens": 3, "batch_size": 3000, "seed": 11, **options})
     )
-
-
-def p_value(generations, law: torch.Tensor) -> float:
-    """Chi-square of the joint law of three tokens; cells with fewer than five expected are pooled."""
-    v = round(len(law) ** (1 / 3))
-    place = torch.tensor([[v * v * g.tokens[0] + v * g.tokens[1] + g.tokens[2]] for g in generations]).squeeze(1)
-    seen, expected = torch.bincount(place, minlength=len(law)).double(), law * len(generations)
-    if bool((seen[law == 0] > 0).any()):
-        return 0.0  # a text that the target never writes
-    rare = expected < 5
-    seen = torch.cat([seen[~rare], seen[rare].sum(0, keepdim=True)])
-    expected = torch.cat([expected[~rare], expected[rare].sum(0, keepdim=True)])
-    statistic = ((seen - expected) ** 2 / expected.clamp(min=1e-9)).sum()
-    freedom = torch.tensor((len(seen) - 1) / 2, dtype=torch.float64)
-    assert len(seen) > 20
-    return float(torch.special.gammaincc(freedom, statistic / 2))
 
 
 FILTERS = Sampling(0.9, top_k=5, top_p=0.9)

@@ -1,4 +1,4 @@
-"""The floors of the house: imports run down only, rooms of one floor do not know each other, no circles; short files."""
+"""The floors of the house: imports run down only, rooms of one floor know nothing of each other, no circles."""
 
 from __future__ import annotations
 

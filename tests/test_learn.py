@@ -19,8 +19,9 @@ from draftloop.recipe import StagePart
 from draftloop.supervise.batch import supervise
 from draftloop.supervise.lesson import FeatureStore, Lesson
 from draftloop.supervise.rollout import roll_out
+from draftloop.target.load import load_target
 from tests.lessons import BLOCK, KINDS, close, greedy_trunks, prompts, rolled, train, world
-from tests.tiny import tiny_drafter, tiny_target
+from tests.tiny import tiny_drafter, tiny_model, tiny_target
 
 OPD = {"method": "draft-opd", "anchors_per_sequence": 5}
 METHODS = {
@@ -277,36 +278,61 @@ def tau(target, drafter, lessons) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_trunk_is_learnt_by_heart_and_draft_opd_keeps_it(kind):
+def test_one_trunk_is_learnt_by_heart(kind):
     target = tiny_target(kind)
     target.eos_ids = ()
     (trunk,) = greedy_trunks(target, prompts(5), 1 + 5 * BLOCK)  # so that whole blocks fit
     lessons = [Lesson(trunk)]
     drafter = tiny_drafter(target, block=BLOCK)
-    start = tau(target, drafter, lessons)
+    assert tau(target, drafter, lessons) < 2
     losses = train(target, drafter, lessons, stage(method="sft", anchors="all"), 60)
     assert losses[-1] < 0.1 * losses[0]
-    learnt = tau(target, drafter, lessons)
-    assert start < 2
-    assert learnt >= 0.9 * BLOCK
-    part = stage(method="draft-opd")
-    for visit in range(2):
-        rolled_out = roll_out(
-            target, for_decoding(drafter, target), [trunk], part.rollout, max_new_tokens=26, seed=0, visit=visit
-        )
-        train(target, drafter, rolled_out, part, 8, lr=1e-3)
-    assert tau(target, drafter, lessons) >= learnt
+    assert tau(target, drafter, lessons) >= 0.9 * BLOCK
+
+
+def counting_target(kind: str):
+    """A target that has learnt something: to count on in steps of 1, 2 or 3. (Nothing about a random one can be learnt
+    but by heart, and its law under a rejected draft says nothing about the text.)"""
+    model = tiny_model(kind, layers=3)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.mul_(0.2)
+    optimiser = torch.optim.AdamW(model.train().parameters(), lr=5e-3)
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(120):
+        start, by = (torch.randint(low, high, (24, 1), generator=draw) for low, high in ((0, 24), (1, 4)))
+        ids = 6 + (start + by * torch.arange(20)) % 24
+        logits = model(ids).logits[:, 1:-1].flatten(0, 1)
+        torch.nn.functional.cross_entropy(logits, ids[:, 2:].flatten()).backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    target = load_target(model.eval().requires_grad_(False))
+    target.eos_ids = ()
+    return target
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_draft_opd_raises_a_half_taught_drafter(kind):
-    here, drafter = world(kind), student(kind)
-    before = tau(here.target, drafter, here.lessons())
+def test_draft_opd_raises_a_poor_drafter_and_keeps_a_good_one(kind):
+    target = counting_target(kind)
+    asked = [tuple(6 + (start + by * i) % 24 for i in range(3)) for start, by in ((0, 1), (5, 3), (11, 2), (17, 1))]
+    trunks = greedy_trunks(target, asked, 16)
+    lessons = [Lesson(trunk) for trunk in trunks]
     part = stage(method="draft-opd", anchors_per_sequence=99)
-    for visit in range(3):
-        lessons = roll_out(
-            here.target, for_decoding(drafter, here.target), here.trunks, part.rollout, max_new_tokens=22, seed=0,
-            visit=visit,
-        )  # fmt: skip
-        train(here.target, drafter, lessons, part, 12, lr=2e-3)
-    assert tau(here.target, drafter, here.lessons()) > before + 0.3
+    for steps in (10, 40):
+        drafter = tiny_drafter(target, block=BLOCK)
+        train(target, drafter, lessons, stage(method="sft", anchors="all"), steps)
+        before = tau(target, drafter, lessons)
+        for visit in range(6):
+            rolled_out = roll_out(
+                target, for_decoding(drafter, target), trunks, part.rollout, max_new_tokens=16, seed=0, visit=visit
+            )
+            assert [lesson.trunk.tokens for lesson in rolled_out] == [trunk.tokens for trunk in trunks]
+            train(target, drafter, rolled_out, part, 6, lr=1e-3)
+        after = tau(target, drafter, lessons)
+        if steps == 10:
+            assert before < 2.5
+            assert after > before + 0.3
+        else:
+            assert before >= 0.9 * BLOCK
+            assert after >= before

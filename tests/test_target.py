@@ -1,4 +1,7 @@
-"""The target: taps, cache and tree are, row by row, what a plain forward of the unmodified model gives. No leaks."""
+"""The target: taps, cache and tree are, row by row, what a plain forward of the unmodified model gives. No leaks.
+
+Random plans run in float64, where a wrong edge stands out from rounding by many orders; fixed ones in float32.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,22 @@ from hypothesis import strategies as st
 from draftloop.core.errors import InputError
 from draftloop.core.law import Sampling
 from draftloop.core.tree import Tree, hang_branches
+from draftloop.target.load import load_target
 from draftloop.target.model import Target, check_taps
 from tests.conftest import KINDS
-from tests.tiny import VOCAB, tiny_target
+from tests.tiny import VOCAB, tiny_model, tiny_target
 
-CLOSE = 1e-5  # of the largest logit
+CLOSE, EXACT = 2e-5, 1e-9  # of the largest logit, in float32 (chaotic toys) and in float64
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def each(request) -> Target:
     return tiny_target(request.param)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def exact(request) -> Target:
+    return load_target(tiny_model(request.param).double())
 
 
 def text(length: int, seed: int) -> torch.Tensor:
@@ -108,8 +117,17 @@ def paces(draw):
 
 @settings(max_examples=30, deadline=None)
 @given(paces(), st.integers(0, 1000))
-def test_ragged_rows_with_rejections_equal_each_row_alone(each, plan, seed):
-    """Rows advance at their own pace, rejected tokens are overwritten; what counts is a plain forward of the row."""
+def test_ragged_rows_with_rejections_equal_each_row_alone(exact, plan, seed):
+    assert worst_row(exact, plan, seed) < EXACT
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ragged_rows_in_float32(each, seed):
+    assert worst_row(each, (3, [(4, [3, 0, 2]), (1, [0, 1, 1]), (9, [2, 2, 2])]), seed) < CLOSE
+
+
+def worst_row(each: Target, plan, seed: int) -> float:
+    """Rows advance at their own pace, rejected tokens are overwritten; the gap of what counts to a plain forward."""
     width, rows = plan
     longest = max(p + sum(kept) for p, kept in rows) + width
     texts = [text(longest, seed + i) for i in range(len(rows))]
@@ -121,8 +139,7 @@ def test_ragged_rows_with_rejections_equal_each_row_alone(each, plan, seed):
     reach = int(start.max())
     ids = torch.stack([torch.cat([t[:p], text(reach - int(p), 7)]) for t, p in zip(texts, start, strict=True)])
     logits = each.readout.logits(each.extend(cache, ids, torch.arange(reach).expand(len(rows), -1)).hidden)
-    for i, p in enumerate(start):
-        assert gap(logits[i, :p], want[i][:p]) < CLOSE
+    gaps = [gap(logits[i, :p], want[i][:p]) for i, p in enumerate(start)]
 
     for step in range(3):
         kept = [k[step] for _, k in rows]
@@ -130,9 +147,9 @@ def test_ragged_rows_with_rejections_equal_each_row_alone(each, plan, seed):
         for i, k in enumerate(kept):
             ids[i, k:] = (ids[i, k:] + 1 + step) % VOCAB  # wrong drafts, to be overwritten
         logits = each.readout.logits(each.extend(cache, ids, start[:, None] + torch.arange(width)).hidden)
-        for i, k in enumerate(kept):
-            assert gap(logits[i, :k], want[i][start[i] : start[i] + k]) < CLOSE, (i, step)
+        gaps += [gap(logits[i, :k], want[i][start[i] : start[i] + k]) for i, k in enumerate(kept)]
         start = start + torch.tensor(kept)
+    return max(gaps)
 
 
 def test_a_cache_that_shows_stale_slots_would_be_noticed(each):
@@ -205,7 +222,13 @@ def worst(target: Target, plan, tree: Tree, slot, trunks, tokens) -> float:
 
 @settings(max_examples=40, deadline=None)
 @given(plans(), st.integers(0, 1000))
-def test_one_forward_of_the_tree_equals_a_forward_of_each_branch(each, plan, seed):
+def test_one_forward_of_the_tree_equals_a_forward_of_each_branch(exact, plan, seed):
+    assert worst(exact, plan, *lay(plan, seed)) < EXACT
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_forward_in_float32(each, seed):
+    plan = [10, 3, 12], [(0, 4, 4), (2, 0, 3), (2, 11, 2), (0, 9, 4), (1, 1, 0), (0, 4, 1)]
     assert worst(each, plan, *lay(plan, seed)) < CLOSE
 
 

@@ -12,7 +12,9 @@ VOCAB = 61
 EOS = 3
 
 
-def tiny_model(kind: str = "llama", *, layers: int = 4, vocab: int = VOCAB, seed: int = 0, sharp: float = 3.0, **changes):
+def tiny_model(
+    kind: str = "llama", *, layers: int = 4, vocab: int = VOCAB, seed: int = 0, sharp: float = 3.0, **changes
+):
     """A random causal LM whose laws are neither flat nor one-hot."""
     from transformers import (
         LlamaConfig,

@@ -1,4 +1,4 @@
-"""Toy texts with exact laws: after every text over V tokens the target has a law p and the drafter a law q, as fractions.
+"""Toy texts with exact laws: after each text over V tokens the target has a law p, the drafter a law q, in fractions.
 
 `committed_law` feeds the real verifier a grid of uniforms so fine that each outcome's share of the unit cube is hit
 exactly: the law of the committed text comes out as fractions and must *equal* the target's, with no tolerance.
@@ -107,9 +107,7 @@ class Toy:
 
     @staticmethod
     def _logits(laws, sampling: Sampling) -> torch.Tensor:
-        z = torch.tensor([[float(x) for x in row] for row in laws] if isinstance(laws[0][0], Fraction) else
-                         [[[float(x) for x in row] for row in slots] for slots in laws], dtype=torch.float64)  # fmt: skip
-        return z.log().clamp(min=NOTHING) * (sampling.temperature or 1.0)
+        return torch.tensor(laws, dtype=torch.float64).log().clamp(min=NOTHING) * (sampling.temperature or 1.0)
 
     def child(self, node, token):
         return node * self.vocab + 1 + token

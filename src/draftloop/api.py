@@ -5,6 +5,7 @@ Puts the rooms together; does no work of its own.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ from draftloop.supervise.responses import Prepared, prepare_trunks
 from draftloop.target.load import load_target
 from draftloop.target.model import Target
 from draftloop.train.job import train
-from draftloop.train.material import SPLITS, answer_split, load_recipe_target, open_run, read_splits
+from draftloop.train.material import SPLITS, answer_split, begin_run, find_run, load_recipe_target, read_splits
 
 Ask = str | Sequence[Mapping[str, Any]]
 
@@ -158,12 +159,12 @@ def prepare(recipe: Recipe, *, out: Path | None = None, quiet: bool = False) -> 
         InputError: the prompts or the target cannot be used.
     """
     folder = out or Path(recipe.out or f"runs/{recipe.name}")
+    found = find_run(recipe, folder)
     prompts = read_splits(recipe)
-    recipe = open_run(recipe, folder)
     target = load_recipe_target(recipe.target)
-    return {
-        name: answer_split(recipe, target, prompts[name], name, folder, quiet=quiet) for name in SPLITS if prompts[name]
-    }
+    if found is None:
+        begin_run(recipe, folder)
+    return {name: answer_split(recipe, target, prompts[name], name, folder, quiet=quiet) for name in SPLITS}
 
 
 def evaluate(
@@ -261,11 +262,14 @@ def _requests(
     if target.tokenizer is None:
         raise InputError("the target has no tokenizer", where=target.name, fix="Pass one to load_target.")
     out = []
+    asked: Counter[str] = Counter()  # a prompt given twice wants two samples, not one sample twice
     for i, ask in enumerate(prompts):
         messages = [{"role": "user", "content": ask}] if isinstance(ask, str) else [dict(m) for m in ask]
         tools = named[i].tools if named else None
         ids = encode_prompt(target.tokenizer, messages, template_kwargs=template_kwargs, tools=tools)
-        out.append(Request(tuple(ids), key_of(named[i].id if named else str(ask))))
+        name = named[i].id if named else str(ask)
+        out.append(Request(tuple(ids), key_of(name), asked[name]))
+        asked[name] += 1
     return out
 
 

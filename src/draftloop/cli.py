@@ -208,8 +208,9 @@ def audit(
         arm = found.arms[0]
         verdict = "lossless" if found.equal else "NOT LOSSLESS"
         print(
-            f"{verdict}: {found.prompts} prompts, {found.tokens} tokens, {arm.steps} verifications, {arm.accepted} drafts"
-            f" accepted; {found.near_ties} near-ties (gap below {found.gap:g}), {arm.at_ties} responses parted at one."
+            f"{verdict}: {found.prompts} prompts, {found.tokens} tokens, {arm.steps} verifications, "
+            f"{arm.accepted} drafts accepted; {found.near_ties} near-ties (gap below {found.gap:g}), "
+            f"{arm.at_ties} responses parted at one."
         )
         if arm.first_difference:
             print(f"first difference: {arm.first_difference}")

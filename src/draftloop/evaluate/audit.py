@@ -1,7 +1,8 @@
 """The lossless audit: greedy speculative output against plain output, token for token, in float32.
 
-Differences are looked into, not waved through: where the two texts part, the target's two largest logits are
-compared; a gap below `GAP` is a near-tie, which rounding may decide either way, and is counted. Temperatures above 0
+Differences are looked into, not waved through: where the two texts part, the logits of both tokens are held against
+the largest; where both lie within `GAP` of it, rounding may decide either way, and the near-tie is counted. Any other
+token is a fault, however close the two largest are. Temperatures above 0
 are proved by enumeration on toy vocabularies in the tests, not here.
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from draftloop.core.tree import hang_branches
 from draftloop.decode.loop import decode
@@ -29,7 +31,7 @@ class Difference:
         position: index in the response.
         plain: token of plain decoding, -1 if it had ended.
         speculative: token of speculative decoding, -1 if it had ended.
-        gap: difference of the target's two largest logits there; None where one text had ended.
+        gap: how far the less likely of the two lies below the largest logit there; None where one text had ended.
     """
 
     prompt: str
@@ -41,7 +43,16 @@ class Difference:
 
 @dataclass(frozen=True)
 class AuditArm:
-    """One drafter's outcome: equal token for token (near-ties aside), and its first difference that is none."""
+    """One drafter's outcome.
+
+    Attributes:
+        equal: token for token, near-ties aside.
+        tokens: of all responses.
+        steps: verifications.
+        accepted: drafts that they committed.
+        at_ties: responses that part from the plain ones at a near-tie.
+        first_difference: the first that is no near-tie.
+    """
 
     name: str
     equal: bool
@@ -97,13 +108,14 @@ def audit(
     for n, (name, drafter) in enumerate(drafters):
         made = decode(target, drafter, wanted, options)
         parted = []
-        for (prompt, _), want, got, gap in zip(requests, plain, made, gaps, strict=True):
+        for (prompt, request), want, got in zip(requests, plain, made, strict=True):
             if got.tokens == want.tokens and got.finished == want.finished:
                 continue
             both = zip(want.tokens, got.tokens, strict=False)
             place = next((i for i, (a, b) in enumerate(both) if a != b), min(len(want.tokens), len(got.tokens)))
             a, b = (line[place] if place < len(line) else -1 for line in (want.tokens, got.tokens))
-            parted.append(Difference(prompt, place, a, b, gap[place] if a >= 0 <= b else None))
+            gap = _gap(target, [*request.ids, *want.tokens[:place]], a, b) if a >= 0 <= b else None
+            parted.append(Difference(prompt, place, a, b, gap))
         real = [d for d in parted if d.gap is None or d.gap >= GAP]
         steps = [step for one in made for step in one.steps]
         arms.append(
@@ -112,7 +124,7 @@ def audit(
                 not real,
                 sum(len(one.tokens) for one in made),
                 len(steps),
-                sum(step.accepted for step in steps),
+                sum(min(step.accepted, step.committed) for step in steps),
                 len(parted) - len(real),
                 real[0] if real else None,
             )
@@ -131,9 +143,21 @@ def audit(
 
 def _gaps(target: Any, prompt: Sequence[int], response: Sequence[int]) -> list[float]:
     """Difference of the two largest logits at every response token."""
-    text = torch.tensor([*prompt, *response][:-1], device=target.device)
-    none = text.new_zeros(0)
-    tree, _ = hang_branches([text], none, none, none.view(0, 1), none)
-    rows = target.score(tree).hidden[0, len(prompt) - 1 :]
+    rows = _rows(target, [*prompt, *response][:-1])[len(prompt) - 1 :]
     top = torch.cat([target.readout.logits(part).topk(2).values for part in rows.split(256)])
     return (top[:, 0] - top[:, 1]).tolist()
+
+
+def _gap(target: Any, text: Sequence[int], a: int, b: int) -> float:
+    """How far the less likely of two next tokens lies below the largest logit."""
+    logits = target.readout.logits(_rows(target, text)[-1:])[0]
+    return float(logits.max() - torch.minimum(logits[a], logits[b]))
+
+
+def _rows(target: Any, text: Sequence[int]) -> Tensor:
+    """[T, H] hidden rows of a text, in one forward that shares nothing with decoding's cache."""
+    ids = torch.tensor(text, device=target.device)
+    none = ids.new_zeros(0)
+    tree, _ = hang_branches([ids], none, none, none.view(0, 1), none)
+    hidden: Tensor = target.score(tree).hidden[0]
+    return hidden

@@ -43,7 +43,7 @@ class Timed:
     @property
     def ms_per_round(self) -> float:
         """Milliseconds a round (a token, in plain decoding)."""
-        return 1e3 * self.seconds / self.rounds
+        return 1e3 * self.seconds / max(self.rounds, 1)
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _timed(name: str, target: Any, drafter: Any | None, requests: list[Request],
     _settle(target)
     seconds = time.perf_counter() - start
     tokens = sum(len(made.tokens) - 1 for made in results)
-    return Timed(name, max(seconds, 1e-9), max(count, 1), max(tokens, 1), results)
+    return Timed(name, max(seconds, 1e-9), count, tokens, results)  # all ended in prefill: no round, no token
 
 
 def _settle(target: Any) -> None:

@@ -1,7 +1,7 @@
 """Fixed trunks: the target answers prompts (or prompts bring their answers), written down as it goes.
 
-The file is one header line and one answered prompt a line; killed at any moment, the next call goes on from the last whole line.
-Knows no drafter.
+The file is one header line and one answered prompt a line; killed at any moment, the next call goes on from the last
+whole line. Knows no drafter.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ def _drafter(material: Material) -> dict[str, Any]:
 
 
 def _data(material: Material) -> dict[str, Any]:
-    out: dict[str, Any] = {"validation": None, "test": None}
+    out: dict[str, Any] = {}
     for name, prepared in material.prepared.items():
         sets: dict[str, int] = {}
         for prompt in material.prompts[name]:
@@ -233,7 +233,5 @@ def _data(material: Material) -> dict[str, Any]:
             "sets": sets,
         }
     overlap = material.overlap()
-    out["overlap"] = (
-        {"n": overlap.n, "share_of_ngrams": overlap.share, "share_of_prompts": overlap.texts_share} if overlap else None
-    )
+    out["overlap"] = {"n": overlap.n, "share_of_ngrams": overlap.share, "share_of_prompts": overlap.texts_share}
     return out

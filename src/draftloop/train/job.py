@@ -25,7 +25,7 @@ from draftloop.recipe import Recipe
 from draftloop.recipe_file import dump_recipe
 from draftloop.train.checkpoint import State, load
 from draftloop.train.final import conclude
-from draftloop.train.material import Material, gather, open_run
+from draftloop.train.material import Material, find_run, gather
 from draftloop.train.metrics import MetricsLog
 from draftloop.train.stage import StageOutcome, StageRun
 
@@ -61,17 +61,20 @@ def train(
     if unbounded:
         raise InputError(f"stage {unbounded[0]!r} has no end", where="stages", fix="Give it steps or minutes.")
     folder = out or Path(recipe.out or f"runs/{recipe.name}")
-    recipe = open_run(recipe, folder, fresh=fresh)
-    if (folder / "summary.json").is_file():
+    found = find_run(recipe, folder, fresh=fresh)
+    if found is not None and (folder / "summary.json").is_file():
+        if not (folder / "report.html").is_file():  # killed between the two
+            write_report(folder)
         say(f"The run in {folder} is complete; --fresh would begin it anew.")
         return folder
     began = time.monotonic()
-    material = gather(recipe, folder, quiet=quiet)
+    material = gather(found or recipe, folder, new=found is None, quiet=quiet)
     say(_size_up(material))
-    outcomes = _stages(material, say)
+    earlier = _seconds(folder)
+    outcomes = _stages(material, say, earlier - began)
     delivered = max(outcomes, key=lambda outcome: outcome.tau)
-    save_drafter(with_weights(material, delivered.tensors), folder / "drafter", extra={"stage": delivered.name})
-    earlier = json.loads((folder / "run.json").read_text(encoding="utf-8")).get("seconds", 0.0)
+    served = with_weights(material, delivered.tensors)
+    save_drafter(served, folder / "drafter", dtype=material.target.dtype, extra={"stage": delivered.name})
     conclude(material, outcomes, delivered, earlier + time.monotonic() - began, say)
     write_report(folder)
     return folder
@@ -94,25 +97,24 @@ def _size_up(material: Material) -> str:
     count = sum(p.numel() for p in material.drafter.parameters())
     lines = [
         f"Target {target.name} ({target.num_layers} layers, {target.dtype}, {target.device}); drafter of"
-        f" {count / 1e6:.1f} M parameters, {spec.layers} layers, taps {list(spec.target_layers)}, block {spec.block_size}."
+        f" {count / 1e6:.1f} M parameters, {spec.layers} layers, taps {list(spec.target_layers)},"
+        f" block {spec.block_size}."
     ]
     told = [f"{len(p.trunks)} {name} responses ({sum(map(len, p.trunks)):,} tokens)" for name, p in parts.items()]
     lines.append("; ".join(told) + ".")
     dropped = sum(len(p.too_long) + len(p.too_short) for p in parts.values())
     if dropped:
         lines.append(f"{dropped} prompts were left out (too long, or answered with fewer than two tokens).")
-    overlap = material.overlap()
-    if overlap is not None:
-        lines.append(f"{overlap}")
+    lines.append(f"{material.overlap()}")
     return "\n".join(lines)
 
 
-def _stages(material: Material, say: Say) -> list[StageOutcome]:
-    """Run or take up every stage."""
+def _stages(material: Material, say: Say, clock: float) -> list[StageOutcome]:
+    """Run or take up every stage; `clock` + monotonic time = seconds that the run has taken."""
     folder, recipe = material.folder, material.recipe
     done: list[StageOutcome] = _finished(folder)
     state: State | None = load(folder / "checkpoints", material.fingerprints)
-    position = _position(folder)
+    position = int(_account(folder)["metrics"])
     here = state if state is not None and state.stage == len(done) else None
     metrics = MetricsLog(folder, keep=here.extra["metrics"] if here else position)
     with metrics:
@@ -132,26 +134,31 @@ def _stages(material: Material, say: Say) -> list[StageOutcome]:
             write_tensors(folder / "stages" / f"{part.name}.safetensors", outcome.tensors)
             done.append(outcome)
             record = [{k: v for k, v in asdict(one).items() if k != "tensors"} for one in done]
-            write_json(folder / "stages.json", {"schema": 1, "metrics": metrics.position(), "stages": record})
+            seconds = clock + time.monotonic()
+            note = {"schema": 1, "metrics": metrics.position(), "seconds": seconds, "stages": record}
+            write_json(folder / "stages.json", note)
             say(
                 f"Stage {part.name}: validation tau {outcome.tau:.3f} at step {outcome.chosen_step} of {outcome.steps}."
             )
     return done
 
 
+def _account(folder: Path) -> dict[str, Any]:
+    """What stages.json tells of the stages that are done."""
+    path = folder / "stages.json"
+    none: dict[str, Any] = {"metrics": 0, "seconds": 0.0, "stages": []}
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else none
+
+
+def _seconds(folder: Path) -> float:
+    return float(_account(folder)["seconds"])
+
+
 def _finished(folder: Path) -> list[StageOutcome]:
-    path = folder / "stages.json"
-    if not path.is_file():
-        return []
-    stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
     return [
-        StageOutcome(**one, tensors=read_tensors(folder / "stages" / f"{one['name']}.safetensors")) for one in stages
+        StageOutcome(**one, tensors=read_tensors(folder / "stages" / f"{one['name']}.safetensors"))
+        for one in _account(folder)["stages"]
     ]
-
-
-def _position(folder: Path) -> int:
-    path = folder / "stages.json"
-    return int(json.loads(path.read_text(encoding="utf-8"))["metrics"]) if path.is_file() else 0
 
 
 def _start(material: Material, done: list[StageOutcome], name: str) -> dict[str, Tensor]:

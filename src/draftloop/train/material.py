@@ -6,7 +6,9 @@ Gathers the rooms below for the stages. Trains nothing.
 from __future__ import annotations
 
 import json
+import os
 import platform
+import shutil
 import sys
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -62,7 +64,6 @@ class Material:
 
     def __post_init__(self) -> None:
         self.lessons = {name: [Lesson(trunk) for trunk in part.trunks] for name, part in self.prepared.items()}
-        # a conversation that carries its answers cannot be walked; the held-out splits are always answered anew
         self.initial = {name: tensor.detach().clone() for name, tensor in self.drafter.state_dict().items()}
 
     @property
@@ -78,64 +79,81 @@ class Material:
             "target": self.target.fingerprint,
             "tokenizer": fingerprint(tokenizer.get_vocab() if tokenizer is not None else None),
             "chat template": fingerprint(getattr(tokenizer, "chat_template", None)),
+            "set of prompts": fingerprint(
+                [[[p.id, p.set, p.messages, p.turns, p.tools] for p in self.prompts[name]] for name in SPLITS]
+            ),
         }
 
-    def overlap(self) -> Overlap | None:
+    def overlap(self) -> Overlap:
         """N-grams that the test prompts share with the training prompts."""
-        if not self.prompts["test"]:
-            return None
         return ngram_overlap([p.text for p in self.prompts["train"]], [p.text for p in self.prompts["test"]])
 
 
-def open_run(recipe: Recipe, folder: Path, *, fresh: bool = False) -> Recipe:
-    """Make the run directory, or take up the one that is there.
+def find_run(recipe: Recipe, folder: Path, *, fresh: bool = False) -> Recipe | None:
+    """Look whether a run of this recipe is to be gone on with; writes nothing.
 
     Returns:
-        the recipe to work by: of a run taken up, the one that it resolved (minutes already turned into steps).
+        the recipe that it resolved (minutes already turned into steps), or None where a run is to begin: in a new
+        directory, with `fresh`, or where one of another recipe has not begun to train.
 
     Raises:
-        InputError: the directory holds a run of another recipe.
+        InputError: the directory holds a run of another recipe, or something else.
     """
     note, resolved = folder / "run.json", folder / "recipe.yaml"
-    given = recipe_fingerprint(recipe)
-    if fresh and note.is_file():
-        for stale in ("checkpoints", "rollouts", "stages", "drafter", "tensorboard"):
-            _remove(folder / stale)
-        for name in (
-            "run.json",
-            "recipe.yaml",
-            "stages.json",
-            "summary.json",
-            "report.html",
-            "metrics.jsonl",
-            "raw.jsonl",
-        ):
-            (folder / name).unlink(missing_ok=True)
-    if note.is_file() and resolved.is_file():
-        try:
-            before = json.loads(note.read_text(encoding="utf-8"))
-        except ValueError:
-            before = {}
-        old = load_recipe(resolved)
-        if before.get("recipe") != given:
-            changed = "; ".join(recipe_differences(old, recipe)[:3])
+    if not note.is_file():
+        # a first write that was killed leaves a hidden part
+        if folder.is_dir() and any(not path.name.endswith(".part") for path in folder.iterdir()):
             raise InputError(
-                f"the directory holds a run of another recipe ({changed})",
-                where=str(folder),
-                fix="Give another --out, or --fresh to begin anew in this one.",
+                "the directory is not empty and holds no run", where=str(folder), fix="Give another --out."
             )
+        return None
+    if fresh or not resolved.is_file():
+        return None
+    try:
+        before = json.loads(note.read_text(encoding="utf-8")).get("recipe")
+    except (ValueError, AttributeError):
+        before = None
+    old = load_recipe(resolved)
+    if before == recipe_fingerprint(recipe):
         return old
-    if folder.is_dir() and any(folder.iterdir()) and not note.is_file():
-        raise InputError("the directory is not empty and holds no run", where=str(folder), fix="Give another --out.")
-    dump_recipe(recipe, resolved)
-    write_json(
-        note, {"schema": 1, "recipe": given, "command": command(), "versions": versions(), "hardware": hardware()}
+    if not any((folder / name).exists() for name in ("checkpoints", "stages.json", "summary.json")):
+        return None
+    raise InputError(
+        f"the directory holds a run of another recipe ({'; '.join(_changes(old, recipe)[:3])})",
+        where=str(folder),
+        fix="Give another --out, or --fresh to begin anew in this one.",
     )
-    return recipe
 
 
-def gather(recipe: Recipe, folder: Path, *, quiet: bool = False) -> Material:
-    """Load the target, read the prompts, have them answered, build the drafter.
+def begin_run(recipe: Recipe, folder: Path) -> None:
+    """Make the run directory, without what an earlier run left there but for the target's answers."""
+    (folder / "recipe.yaml").unlink(missing_ok=True)  # first: without it nobody takes up what is half removed
+    for stale in ("checkpoints", "rollouts", "stages", "drafter", "tensorboard"):
+        shutil.rmtree(folder / stale, ignore_errors=True)
+    for name in ("stages.json", "summary.json", "report.html", "metrics.jsonl", "raw.jsonl"):
+        (folder / name).unlink(missing_ok=True)
+    note = {"schema": 1, "recipe": recipe_fingerprint(recipe), "command": command()}
+    write_json(folder / "run.json", {**note, "versions": versions(), "hardware": hardware()})
+    dump_recipe(recipe, folder / "recipe.yaml")
+
+
+def _changes(old: Recipe, new: Recipe) -> list[str]:
+    """Differences of two recipes, without the steps that minutes were turned into."""
+    new = new.model_copy(deep=True)
+    for before, now in zip(old.stages, new.stages, strict=False):
+        if now.steps is None and now.minutes is not None and now.minutes == before.minutes:
+            now.steps = before.steps
+    return recipe_differences(old, new)
+
+
+def gather(recipe: Recipe, folder: Path, *, new: bool, quiet: bool = False) -> Material:
+    """Load the target, read the prompts, build the drafter, have the prompts answered.
+
+    Args:
+        recipe: resolved.
+        folder: the run directory; nothing is written there before all inputs are known to be usable.
+        new: begin the run.
+        quiet: no progress.
 
     Raises:
         InputError: any of the recipe's inputs cannot be used.
@@ -148,13 +166,13 @@ def gather(recipe: Recipe, folder: Path, *, quiet: bool = False) -> Material:
         raise InputError(
             "the target has no tokenizer", where=recipe.target.model, fix="Put its tokenizer files into the folder."
         )
-    prepared = {
-        name: answer_split(recipe, target, prompts[name], name, folder, quiet=quiet) for name in SPLITS if prompts[name]
-    }
     if recipe.drafter.init:
         drafter = load_drafter(recipe.drafter.init, target, dtype=torch.float32)
     else:
         drafter = new_drafter(spec_for(recipe.drafter, target), target, recipe.seed)
+    if new:
+        begin_run(recipe, folder)
+    prepared = {name: answer_split(recipe, target, prompts[name], name, folder, quiet=quiet) for name in SPLITS}
     store = FeatureStore(target, drafter.spec.target_layers, recipe.feature_memory_gb * 2**30)
     return Material(recipe, folder, target, drafter, prompts, prepared, store, quiet)
 
@@ -234,8 +252,6 @@ def versions() -> dict[str, str]:
 
 def hardware() -> dict[str, Any]:
     """The machine, as far as it bears on speed."""
-    import os
-
     found: dict[str, Any] = {
         "machine": platform.machine(),
         "cpu_cores": os.cpu_count(),
@@ -244,9 +260,3 @@ def hardware() -> dict[str, Any]:
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name(0)
     return found
-
-
-def _remove(folder: Path) -> None:
-    import shutil
-
-    shutil.rmtree(folder, ignore_errors=True)

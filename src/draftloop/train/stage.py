@@ -202,9 +202,12 @@ class StageRun:
         places = range(first, first + size)
         orders = {e: self._order(step, e, count) for e in {p // count for p in places}}
         picked = list(dict.fromkeys(int(orders[p // count][p % count]) for p in places))  # a lesson once a batch
+        lessons = [self.lessons[i] for i in picked]
+        for lesson in lessons:  # each alone: in a shared forward its rows would depend on what else was missing yet,
+            self.material.store.fill([lesson])  # which after a resume is something else
         return supervise(
             self.part,
-            [self.lessons[i] for i in picked],
+            lessons,
             [step * self.part.accumulate + micro] * len(picked),
             target=self.material.target,
             drafter=self.drafter,
