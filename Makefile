@@ -18,7 +18,7 @@ OLDEST_TESTS := $(wildcard tests/test_target*.py tests/test_embedded.py tests/te
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP_INSTALL := $(BIN)/pip install --quiet --quiet --no-input
 
-.PHONY: help setup quickstart test test-all test-oldest lint bench
+.PHONY: help setup quickstart test test-all test-oldest lint bench results-check
 
 help:
 	@echo "make setup       make .venv and install the pinned packages (about a minute; the other targets do it by themselves)"
@@ -26,6 +26,7 @@ help:
 	@echo "make test        the fast tests, then those of the model rooms on the oldest supported transformers"
 	@echo "make test-all    the slow tests too (minutes)"
 	@echo "make lint        ruff and mypy"
+	@echo "make results-check  derive the published figures from their raw rows and demand no difference"
 	@echo "make bench       the benchmarks   (options: ARGS=...)"
 
 setup: $(READY)
@@ -64,6 +65,9 @@ lint: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+results-check: setup
+	$(BIN)/python benchmarks/results.py check
 
 bench: setup
 	$(BIN)/python benchmarks/run.py $(ARGS)

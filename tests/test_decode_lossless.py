@@ -246,6 +246,7 @@ def test_plain_samples_have_the_targets_joint_law(small, whole):
         assert p_value(sampled(small[0], None, sampling=sampling, rule=rule), exact_law(small[0], sampling)) > 1e-3
 
 
+@pytest.mark.parametrize("small", ["llama"], indirect=True)
 @pytest.mark.parametrize(
     ("rule", "broken"),
     [
@@ -265,6 +266,7 @@ def test_a_broken_verifier_fails_the_statistics(small, whole, monkeypatch, rule,
     assert p_value(generations, exact_law(target, Sampling(1.0))) < 1e-8
 
 
+@pytest.mark.parametrize("small", ["llama"], indirect=True)
 @pytest.mark.parametrize("spoil", [argmax_drafts, stale_weights], ids=lambda f: f.__name__)
 def test_a_proposal_that_lies_about_q_fails_the_statistics(small, whole, monkeypatch, spoil):
     target, drafter = small

@@ -144,7 +144,7 @@ def softmax(row):
 
 
 @given(LOGITS, st.integers(1, 3))
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 def test_real_valued_laws_by_their_thresholds(numbers, drafted):
     """`verify` flips its verdict exactly at u = p/q, the residual at its cumulative sums; summed up, that is p."""
     vocab, eps = 3, 1e-6
@@ -160,10 +160,10 @@ def test_real_valued_laws_by_their_thresholds(numbers, drafted):
         for k, d in enumerate(drafts):
             ratio = p[own][d] / q[k][d]
             left = [max(a - b, 0.0) for a, b in zip(p[own], q[k], strict=True)]
-            if ratio < 1 - eps:
+            if ratio < 1 - 1e-13:
                 sure = [0.0] * k + [ratio + eps] + [0.0] * (drafted - k - 1)
                 for token, low, high in steps(left):
-                    if high - low > 3 * eps:
+                    if high - low > 3 * eps and sum(left) > 3 * eps:  # as float32 scores can resolve it
                         cases += [(drafts, sure, low + eps), (drafts, sure, high - eps)]
                         wanted += [(k, token)] * 2
                     texts[(*drafts[:k], token)] += mass * (1 - ratio) * (high - low)

@@ -358,9 +358,10 @@ def test_the_decoding_copy(owner):
     half = load_target(tiny_model("llama").bfloat16())
     drafter = make(half).train()
     before = {name: value.clone() for name, value in drafter.state_dict().items()}
+    half.__deepcopy__ = lambda memo: pytest.fail("the target is copied along")
     twin = for_decoding(drafter, half)
     assert twin.readout is half.readout
-    assert twin.readout.weight.data_ptr() == half.model.lm_head.weight.data_ptr(), "the target was not copied"
+    assert twin.readout.weight.data_ptr() == half.model.lm_head.weight.data_ptr()
     assert not twin.training
     assert drafter.training
     assert all(p.dtype == torch.bfloat16 and not p.requires_grad for p in twin.parameters())
@@ -377,3 +378,19 @@ def test_the_decoding_copy(owner):
     assert got.dtype == torch.bfloat16
     assert gap(got[0].float(), alone(drafter, features[0], 4, tokens[0, 4])) < 0.1
     assert torch.equal(tiny_drafter(owner).fc.weight, for_decoding(tiny_drafter(owner), owner).fc.weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_flex_attention_gives_what_the_dense_mask_gives(owner):
+    drafter = make(owner, head_dim=16)
+    features, tokens = trunks(drafter, [300, 300], 0)
+    anchor = torch.tensor([[3, 150, 299, 20, 0], [300, 1, 17, 150, 150]])
+    want = drafter(features, anchor, tokens.gather(1, anchor))
+    want.square().mean().backward()
+    far = new_drafter(drafter.spec, load_target(tiny_model("llama").cuda()))
+    far.load_state_dict(drafter.state_dict())
+    got = far(features.cuda(), anchor.cuda(), tokens.gather(1, anchor).cuda())
+    assert gap(got.cpu(), want) < 1e-4
+    got.square().mean().backward()
+    assert gap(far.fc.weight.grad.cpu(), drafter.fc.weight.grad) < 1e-3

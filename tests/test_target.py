@@ -232,6 +232,17 @@ def test_one_forward_in_float32(each, seed):
     assert worst(each, plan, *lay(plan, seed)) < CLOSE
 
 
+def test_several_trunks_share_a_row(each):
+    tree, *_ = lay(([9, 5], [(0, 4, 4), (1, 2, 3), (0, 8, 1)]), 0)
+    number = torch.where(tree.trunk < 0, -1, torch.arange(2)[:, None])
+    packed = dataclasses.replace(tree, trunk=number)
+    packed = Tree(*(getattr(packed, f.name).reshape(1, -1) for f in dataclasses.fields(tree)))
+    apart, together = each.score(tree, (1,)), each.score(packed, (1,))
+    real = tree.trunk.flatten() >= 0
+    for one, two in ((apart.hidden, together.hidden), (apart.features, together.features)):
+        assert gap(two[0, real], one.flatten(0, 1)[real]) < CLOSE
+
+
 class Spoilt(Tree):
     """A tree whose mask is wrong in one way."""
 

@@ -6,10 +6,12 @@ Exit status: 0 done, 1 our fault, 2 your input, 3 the environment. PyTorch is im
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -119,7 +121,7 @@ def prepare(
         print(json.dumps(facts, indent=2))
         return
     if show:
-        Console().print(shown(parts["train"].trunks, _tokenizer(loaded.target.model), show))
+        Console().print(shown(parts["train"].trunks, _tokenizer(loaded.target), show))
     for name, fact in facts.items():
         left_out = len(fact["too_long"]) + len(fact["too_short"])  # type: ignore[arg-type]
         told = (
@@ -250,40 +252,50 @@ def _drafter_folder(path: Path) -> Path:
     return path / "drafter" if (path / "drafter" / "config.json").is_file() else path
 
 
-def _tokenizer(model: str) -> Any:
+def _tokenizer(part: Any) -> Any:
     from transformers import AutoTokenizer
 
     from draftloop.target.embedded import embedded_target
     from draftloop.target.load import EMBEDDED
 
-    return AutoTokenizer.from_pretrained(embedded_target() if model == EMBEDDED else model)
+    source = embedded_target() if part.model == EMBEDDED else Path(part.model).expanduser()
+    return AutoTokenizer.from_pretrained(
+        source if source.exists() else part.model, revision=part.revision, trust_remote_code=part.trust_remote_code
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; every error that we can name becomes one sentence and an exit status."""
-    debug = "debug" in (arguments or sys.argv)
     try:
-        app(args=list(arguments) if arguments is not None else None)
-    except DraftloopError as error:
-        if debug:
-            raise
-        print(f"draftloop: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("draftloop: stopped; the same command goes on where it was.", file=sys.stderr)
-        sys.exit(130)
-    except MemoryError:
-        print("draftloop: out of memory. Lower batch_size, or use a smaller target.", file=sys.stderr)
-        sys.exit(EnvironmentFault.exit_code)
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            app(args=list(arguments) if arguments is not None else None)
+    except SystemExit as done:
+        if done.code == 130:
+            print("draftloop: stopped; the same command goes on where it was.", file=sys.stderr)
+        raise
     except Exception as error:
-        if debug:
+        if logging.getLogger("draftloop").level == logging.DEBUG:
             raise
-        print(
-            f"draftloop: our fault: {type(error).__name__}: {error}."
-            " `draftloop --log-level debug ...` shows where; please report it.",
-            file=sys.stderr,
-        )
-        sys.exit(1)
+        sentence, code = _explain(error)
+        print(f"draftloop: {' '.join(sentence.split())}", file=sys.stderr)
+        sys.exit(code)
+
+
+def _explain(error: Exception) -> tuple[str, int]:
+    """One sentence on what happened, and the exit status."""
+    if isinstance(error, DraftloopError):
+        return str(error), error.exit_code
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return "out of memory. Lower batch_size, or use a smaller target.", EnvironmentFault.exit_code
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "the disk is full. Free some space and run the same command again.", EnvironmentFault.exit_code
+    told = f"{type(error).__name__}: {error}"
+    return f"our fault: {told}. `draftloop --log-level debug ...` shows where; please report it.", 1
+
+
+def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"draftloop: warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ run that was killed and taken up again goes the very same way.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,19 +152,15 @@ class StageRun:
         began = time.perf_counter()
         rolled = self._refresh()
         rollout = time.perf_counter() - began if rolled else 0.0
-        began = time.perf_counter()
-        self._walk()
-        look = time.perf_counter() - began
-        self._gradient(0)  # warm-up: the first forward allocates
-        count = 3
-        began = time.perf_counter()
-        for step in range(count):
+        for step in range(3):  # warm-up: the first forwards allocate, and compile on a GPU
             self._gradient(step)
-        each = (time.perf_counter() - began) / count
+        costs = [_seconds(partial(self._gradient, step)) for step in range(3, 8)]
+        each = sorted(costs)[len(costs) // 2]
+        look = min(_seconds(self._walk) for _ in range(2))
         for parameter in self.drafter.parameters():
             parameter.grad = None
         budget = minutes * 60 - self.part.evaluations * look
-        each *= 1.05  # the optimiser's own share is not measured
+        each *= 1.08  # the optimiser's own share is not measured
         steps = int(budget / each)
         if rolled:  # n steps need ceil(n / refresh_every) rollouts
             every = self.part.rollout.refresh_every
@@ -300,3 +298,9 @@ class StageRun:
         for file in self.rollouts.glob("*.safetensors"):
             if file != self._rollout_file(self.rolled):
                 file.unlink(missing_ok=True)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began

@@ -1,0 +1,189 @@
+"""Derive results/*.json and the tables of docs/results.md from the raw rows of runs.
+
+    python benchmarks/results.py take RUN...   copy the raw rows of finished runs into results/raw/
+    python benchmarks/results.py derive        write results/*.json and the tables again
+    python benchmarks/results.py check         demand that deriving them again changes nothing
+
+Nothing in results/ or in the marked part of docs/results.md is typed by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from draftloop.evaluate.tau import Response, acceptance, paired
+
+ROOT = Path(__file__).resolve().parent.parent
+RAW = ROOT / "results" / "raw"
+PAGE = ROOT / "docs" / "results.md"
+RUN_KEYS = (
+    "name", "command", "versions", "hardware", "target", "drafter", "delivered", "seconds", "decoding", "audit",
+)  # fmt: skip
+STAGE_KEYS = ("name", "start", "cells", "steps", "labels", "seconds", "chosen_step", "split")
+MARK = "<!-- derived by benchmarks/results.py; do not edit below -->\n"
+
+
+def take(runs: list[Path]) -> None:
+    """Copy each run's rows, headed by what they were measured with."""
+    RAW.mkdir(parents=True, exist_ok=True)
+    for run in runs:
+        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+        head = {"kind": "run", **{key: summary[key] for key in RUN_KEYS}}
+        head["command"] = re.sub(r"--out \S*/", "--out runs/", head["command"])  # not the folders of one machine
+        stages = [{"kind": "stage", **{key: stage[key] for key in STAGE_KEYS}} for stage in summary["stages"]]
+        rows = (run / "raw.jsonl").read_text(encoding="utf-8")
+        name = f"{run.name}.jsonl"
+        (RAW / name).write_text("".join(json.dumps(row) + "\n" for row in (head, *stages)) + rows, encoding="utf-8")
+        print(f"took {name}")
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, list[Response]]]:
+    """The head, the stages and the walks of one run."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    arms: dict[str, list[Response]] = {}
+    for row in rows:
+        if row["kind"] == "walk":
+            response = Response(row["id"], row["set"], tuple(row["committed"]), tuple(row["accepted"]), row["drafted"])
+            arms.setdefault(row["arm"], []).append(response)
+    return rows[0], [row for row in rows if row["kind"] == "stage"], arms
+
+
+def derive() -> dict[Path, str]:
+    """Every derived file's text."""
+    runs = {path.stem: read(path) for path in sorted(RAW.glob("*.jsonl"))}
+    out: dict[Path, str] = {}
+    tables = []
+    found = {}
+    for name, (head, stages, arms) in runs.items():
+        if name.startswith("ablations-"):
+            continue
+        found[name] = {
+            "hardware": head["hardware"],
+            "versions": head["versions"],
+            "command": head["command"],
+            "seconds": head["seconds"],
+            "stages": {arm: acceptance(rows).to_json() for arm, rows in arms.items()},
+            "decoding": head["decoding"],
+            "lossless": head["audit"]["equal"] if head["audit"] else None,
+        }
+        tables.append(_run_table(name, head, stages, arms))
+    out[ROOT / "results" / "quickstart.json"] = _json(found)
+    ablations = {name: run for name, run in runs.items() if name.startswith("ablations-")}
+    if ablations:
+        study = _ablations(ablations)
+        out[ROOT / "results" / "ablations.json"] = _json(study)
+        tables.append(_ablation_table(study))
+    page = PAGE.read_text(encoding="utf-8").split(MARK)[0]
+    out[PAGE] = page + MARK + "\n" + "\n".join(tables)
+    return out
+
+
+def _run_table(name: str, head: dict[str, Any], stages: list[dict[str, Any]], arms: dict[str, list[Response]]) -> str:
+    machine = head["hardware"].get("gpu") or f"{head['hardware']['threads']} CPU threads"
+    lines = [
+        f"## {name}",
+        "",
+        f"`{head['command']}` on {machine}, torch {head['versions']['torch']},"
+        f" transformers {head['versions']['transformers']};"
+        f" {head['seconds'] / 60:.1f} minutes in all.",
+        "",
+        "| stage | tau pooled | 95 % | tau mean | over untrained | steps | labels | seconds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for stage in stages:
+        a = acceptance(arms[stage["name"]])
+        gain = paired(arms["untrained"], arms[stage["name"]])
+        star = " (delivered)" if stage["name"] == head["delivered"] else ""
+        lines.append(
+            f"| {stage['name']}{star} | {a.tau_pooled:.3f} | {a.interval[0]:.3f} to {a.interval[1]:.3f}"
+            f" | {a.tau_mean:.3f} | {gain.ratio:.3f} | {stage['steps']} | {stage['labels']} | {stage['seconds']:.0f} |"
+        )
+    if head["decoding"]:
+        plain = head["decoding"]["plain"]
+        lines += [
+            "",
+            f"Real decoding, batch 1, {head['decoding']['dtype']}, {head['decoding']['prompts']} prompts:",
+            "",
+        ]
+        lines += ["| arm | tau | tokens/s | round cost = break-even tau | against plain |", "|---|---|---|---|---|"]
+        lines.append(f"| plain | 1 | {plain['tokens_per_s']:.1f} | 1 | 1 |")
+        for arm in head["decoding"]["arms"]:
+            word = "faster" if arm["speedup"] > 1 else "SLOWER"
+            lines.append(
+                f"| {arm['name']} | {arm['tau_pooled']:.3f} | {arm['tokens_per_s']:.1f} | {arm['round_cost']:.2f}"
+                f" | {arm['speedup']:.2f} ({word}) |"
+            )
+    if head["audit"]:
+        audit = head["audit"]
+        lines += [
+            "",
+            f"Lossless: {audit['equal']} ({audit['prompts']} prompts, {audit['tokens']} tokens, {audit['dtype']},"
+            f" {audit['near_ties']} near-ties).",
+        ]
+    return "\n".join([*lines, ""])
+
+
+def _ablations(runs: dict[str, Any]) -> dict[str, Any]:
+    """Each arm over the seeds, against the SFT drafter that it started from."""
+    names = list(dict.fromkeys(stage["name"] for _, stages, _ in runs.values() for stage in stages))
+    arms = {}
+    for name in names:
+        taus = [acceptance(a[name], resamples=1).tau_pooled for _, _, a in runs.values()]
+        ratios = [paired(a["sft"], a[name]).to_json() for _, _, a in runs.values()]
+        arms[name] = {"tau_pooled": taus, "mean": sum(taus) / len(taus), "over_sft": ratios}
+    first = next(iter(runs.values()))[0]
+    return {"runs": list(runs), "hardware": first["hardware"], "versions": first["versions"], "arms": arms}
+
+
+def _ablation_table(study: dict[str, Any]) -> str:
+    count = len(study["runs"])
+    lines = [
+        "## Draft-OPD and its ablations",
+        "",
+        f"`draftloop train recipes/ablations.yaml seed=S --out runs/ablations-S`, {count} seeds, on"
+        f" {study['hardware'].get('gpu', 'CPU')}. Every arm starts from the same SFT drafter (300 steps) and takes 100 steps.",
+        "",
+        "| arm | tau pooled, mean of seeds | each seed | over SFT, each seed (95 %) |",
+        "|---|---|---|---|",
+    ]
+    for name, arm in sorted(study["arms"].items(), key=lambda item: -item[1]["mean"]):
+        each = " / ".join(f"{tau:.3f}" for tau in arm["tau_pooled"])
+        over = " / ".join(
+            f"{r['ratio']:.3f} ({r['interval'][0]:.3f} to {r['interval'][1]:.3f})" for r in arm["over_sft"]
+        )
+        lines.append(f"| {name} | {arm['mean']:.3f} | {each} | {over if name not in ('sft', 'untrained') else ''} |")
+    return "\n".join([*lines, ""])
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1, sort_keys=True) + "\n"
+
+
+def main() -> int:
+    """Run one of the three commands."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("take", "derive", "check"))
+    parser.add_argument("runs", nargs="*", type=Path, help="finished run directories (take)")
+    arguments = parser.parse_args()
+    if arguments.what == "take":
+        take(arguments.runs)
+        return 0
+    derived = derive()
+    if arguments.what == "derive":
+        for path, text in derived.items():
+            path.write_text(text, encoding="utf-8")
+        return 0
+    stale = [path for path, text in derived.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    for path in stale:
+        fix = "run `python benchmarks/results.py derive`"
+        print(f"{path.relative_to(ROOT)} is not what its raw rows give; {fix}", file=sys.stderr)
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
