@@ -25,6 +25,8 @@ RUN_KEYS = (
     "name", "command", "versions", "hardware", "target", "drafter", "delivered", "seconds", "decoding", "audit",
 )  # fmt: skip
 STAGE_KEYS = ("name", "start", "cells", "steps", "labels", "seconds", "chosen_step", "split")
+README_STAGES = ("untrained", "sft", "draft-opd", "sft-continued")
+OPEN, SHUT = "<!-- results: derived by benchmarks/results.py -->\n", "<!-- /results -->\n"
 MARK = "<!-- derived by benchmarks/results.py; do not edit below -->\n"
 
 
@@ -78,9 +80,36 @@ def derive() -> dict[Path, str]:
         study = _ablations(ablations)
         out[ROOT / "results" / "ablations.json"] = _json(study)
         tables.append(_ablation_table(study))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    before, rest = readme.split(OPEN)
+    out[ROOT / "README.md"] = before + OPEN + _readme(found) + SHUT + rest.split(SHUT)[1]
     page = PAGE.read_text(encoding="utf-8").split(MARK)[0]
     out[PAGE] = page + MARK + "\n" + "\n".join(tables)
     return out
+
+
+def _readme(found: dict[str, Any]) -> str:
+    """The quickstart's outcome in one table."""
+    lines = [
+        "",
+        "| quickstart on | " + " | ".join(README_STAGES) + " | lossless | speed against plain | minutes in all |",
+    ]
+    lines.append("|---" * (len(README_STAGES) + 4) + "|")
+    for run in found.values():
+        machine = run["hardware"].get("gpu") or f"{run['hardware']['threads']} CPU cores"
+        taus = []
+        for name in README_STAGES:
+            stage = run["stages"][name]
+            low, high = stage["interval"]
+            taus.append(f"{stage['tau_pooled']:.2f}" + (f" ({low:.2f} to {high:.2f})" if high > low else ""))
+        arm = run["decoding"]["arms"][-1]
+        speed = f"{arm['speedup']:.2f}, pays above tau {arm['round_cost']:.2f}"
+        lossless = "yes" if run["lossless"] else "NO"
+        lines.append(f"| {machine} | {' | '.join(taus)} | {lossless} | {speed} | {run['seconds'] / 60:.1f} |")
+    note = (
+        "Acceptance length tau on the 30 held-out prompts, with 95 % intervals; higher is better, 1 is no use at all."
+    )
+    return "\n".join([*lines, "", note, ""])
 
 
 def _run_table(name: str, head: dict[str, Any], stages: list[dict[str, Any]], arms: dict[str, list[Response]]) -> str:
@@ -146,7 +175,8 @@ def _ablation_table(study: dict[str, Any]) -> str:
         "## Draft-OPD and its ablations",
         "",
         f"`draftloop train recipes/ablations.yaml seed=S --out runs/ablations-S`, {count} seeds, on"
-        f" {study['hardware'].get('gpu', 'CPU')}. Every arm starts from the same SFT drafter (300 steps) and takes 100 steps.",
+        f" {study['hardware'].get('gpu', 'CPU')}. Every arm starts from the same SFT drafter (300 steps) and takes"
+        " 100 steps.",
         "",
         "| arm | tau pooled, mean of seeds | each seed | over SFT, each seed (95 %) |",
         "|---|---|---|---|",
