@@ -12,10 +12,12 @@ import warnings
 from pathlib import Path
 
 import pytest
+import transformers
 import yaml
 
 from draftloop.cli import main
 from draftloop.core.errors import DraftloopError, EnvironmentFault, InputError
+from draftloop.data.trunk import Trunk
 from tests.toy_run import toy_recipe
 
 COMMANDS = ["train", "quickstart", "prepare", "evaluate", "audit", "doctor"]
@@ -44,6 +46,7 @@ def trained(toy):
 def call(capsys, monkeypatch):
     """Run the command line in this process: (status, standard output, standard error)."""
     monkeypatch.setenv("COLUMNS", "120")
+    transformers.utils.logging.disable_progress_bar()  # as the command line does where it is the first to import it
 
     def run(*arguments):
         capsys.readouterr()
@@ -138,6 +141,24 @@ def test_stopped_by_hand_it_says_that_it_goes_on(toy, tmp_path):
     assert "Traceback" not in err
 
 
+def test_quickstart_is_a_recipe_that_takes_overrides(call, toy, tmp_path):
+    """The packaged recipe, every stage of it, cut down to the toy."""
+    given = yaml.safe_load((toy / "recipe.yaml").read_text(encoding="utf-8"))
+    cut = [f"{part}={json.dumps(given[part])}" for part in ("target", "drafter", "precision")]
+    cut += [f"data={json.dumps(given['data'])}", "evaluate.audit_prompts=2", "evaluate.decode_prompts=0"]
+    cut += [
+        f"stages.{name}.{end}" for name in ("sft", "draft-opd", "sft-continued") for end in ("steps=2", "minutes=null")
+    ]
+    status, out, err = call("quickstart", "--from-scratch", *cut, "--out", tmp_path / "run", "--json")
+    assert status == 0, err
+    found = json.loads(out)
+    assert found["name"] == "quickstart"
+    assert [stage["name"] for stage in found["stages"]] == ["untrained", "sft", "draft-opd", "sft-continued"]
+    assert found["stages"][3]["start"] == "sft"
+    assert found["stages"][2]["split"]["blocks"] > 0
+    assert found["lossless"] is True
+
+
 # prepare ---------------------------------------------------------------------------------------------------------------
 def test_prepare_shows_sequences_and_train_takes_up_the_answers(call, toy, tmp_path):
     out = tmp_path / "run"
@@ -154,9 +175,9 @@ def test_prepare_shows_sequences_and_train_takes_up_the_answers(call, toy, tmp_p
     assert not err
     found = json.loads(facts)
     assert found["train"]["responses"] == 12
-    assert found["train"]["supervised"] == sum(
-        sum(json.loads(line)["trunks"][0]["mask"]) for line in before.decode().splitlines()[1:]
-    )
+    trunks = [Trunk.from_json(json.loads(line)["trunks"][0], "") for line in before.decode().split("\n")[1:-1]]
+    assert found["train"]["supervised"] == sum(trunk.supervised for trunk in trunks)
+    assert found["train"]["tokens"] == sum(map(len, trunks))
     assert (out / "trunks" / "train.jsonl").read_bytes() == before
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
 
 import pytest
@@ -114,6 +115,7 @@ def test_random_anchors_do_not_depend_on_the_batch(kind):
         mine = together.row == row
         for name in ("anchor", "tokens", "valid", "accepted"):
             assert torch.equal(getattr(together, name)[mine], getattr(alone, name)), name
+        assert alone.anchor.tolist() == choose("random", lesson, 4, 0, 3)  # of this seed and visit
 
 
 # proposals of the trunk ----------------------------------------------------------------------------------------------
@@ -558,9 +560,24 @@ def test_a_broken_rollout_file_is_the_users_to_mend(tmp_path):
     file.write_bytes(whole[:-7])
     with pytest.raises(InputError, match="bytes"):
         load_rollout(file, CPU)
-    write_tensors(file, {"x": torch.zeros(2)})
-    with pytest.raises(InputError, match="rollout"):
-        load_rollout(file, CPU)
+    for metadata in (None, {"lessons": "[]"}, {"schema": "0", "lessons": "[]"}, {"schema": "1"}):
+        write_tensors(file, {"x": torch.zeros(2)}, metadata)
+        with pytest.raises(InputError, match="rollout"):
+            load_rollout(file, CPU)
+
+
+def test_a_rollout_of_many_steps_is_no_long_header(tmp_path):
+    """The format refuses headers above 100 MB: nothing that grows with the tokens may stand in one."""
+    (lesson, *_) = rolled("llama")
+    tokens = (1, *range(2, 5000))
+    mask = (False, *[True] * (len(tokens) - 1))
+    steps = tuple(Step(a, (1, 2, 3, 4), (-0.1, -0.2, -1 / 3, -1e-9), 1, 2) for a in range(1, 4999, 2))
+    long = Lesson(replace(lesson.trunk, tokens=tokens, mask=mask), steps=steps)
+    save_rollout(tmp_path / "r.safetensors", [long, long])
+    (header,) = struct.unpack("<Q", (tmp_path / "r.safetensors").read_bytes()[:8])
+    assert header < 2000
+    again = load_rollout(tmp_path / "r.safetensors", CPU)
+    assert [(one.trunk, one.steps) for one in again] == [(long.trunk, steps)] * 2
 
 
 def test_rolling_out_leaves_out_what_has_no_verification():

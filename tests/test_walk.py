@@ -185,6 +185,15 @@ def test_a_response_that_ends_in_prefill_counts_neither_token_nor_round(clock):
             compare(here.target, [("half", here.drafters["half"])], asked(here)[:1], Options(6, batch_size=1))
 
 
+def test_arms_may_have_any_name(clock):
+    here = world("llama")
+    drafters = [("plain", here.drafters["untrained"]), ("plain", here.drafters["overfit"])]
+    plain, arms = compare(here.target, drafters, asked(here), Options(LENGTH, batch_size=5))
+    assert plain.seconds == 1.0
+    for arm, (_, drafter) in zip(arms, drafters, strict=True):
+        assert arm.acceptance == acceptance(walk(drafter, here.lessons(), here.store()))
+
+
 def test_real_time_is_positive():
     here = world("llama")
     plain, (arm,) = compare(here.target, [("half", here.drafters["half"])], asked(here)[:2], Options(5))

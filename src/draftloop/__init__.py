@@ -6,6 +6,8 @@ The typed API; the command line is a thin layer over it. Names are loaded when t
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -42,3 +44,24 @@ def __getattr__(name: str) -> Any:
 
         return getattr(api, name)
     raise AttributeError(f"module 'draftloop' has no attribute {name!r}")
+
+
+class _Room(ModuleType):
+    """A room that has the name of one of the API's functions, and is called as that."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from draftloop import api
+
+        return getattr(api, self.__name__.rpartition(".")[2])(*args, **kwargs)
+
+
+class _Package(ModuleType):
+    """Python binds an imported room (`train`, `evaluate`) here, over the function of that name."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in __all__ and isinstance(value, ModuleType):
+            value.__class__ = _Room
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

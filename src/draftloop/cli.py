@@ -22,6 +22,10 @@ from rich.console import Console
 
 from draftloop.core.errors import DraftloopError, EnvironmentFault, InputError
 
+# Before PyTorch is loaded: threads that wait by spinning take the cores from whoever has work, which makes steps ten
+# times slower on a shared machine (docs/experiments.md).
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 app = typer.Typer(
     name="draftloop",
     help="Train the draft model behind speculative decoding on its own mistakes; prove that decoding stays lossless.",

@@ -61,6 +61,11 @@ class Options:
             raise InputError("max_new_tokens and batch_size must be at least 1", fix="Raise them.")
         if self.rule not in ("match", "ratio"):
             raise InputError(f"there is no verification rule {self.rule!r}", fix="Use match or ratio.")
+        if self.draft_sampling is not None and self.drafting != self.draft_sampling:
+            raise InputError(
+                "draft_sampling has no effect where drafts are the argmax",
+                fix="Use rule ratio and a temperature above 0.",
+            )
 
     @property
     def drafting(self) -> Sampling:

@@ -90,15 +90,15 @@ def compare(
         advance: called with (prompts x arms done, in all).
     """
     arms: list[tuple[str, Any]] = [("plain", None), *drafters]
-    total = {name: Timed(name, 0.0, 0, 0, []) for name, _ in arms}
+    total = [Timed(name, 0.0, 0, 0, []) for name, _ in arms]  # by place: a stage may be called "plain" too
     warm = Options(min(4, options.max_new_tokens), options.sampling, options.rule, seed=options.seed)
     for name, drafter in arms:
         _timed(name, target, drafter, [requests[0][2]], warm)
     for start in range(0, len(requests), options.batch_size):
         batch = [request for _, _, request in requests[start : start + options.batch_size]]
         for n, (name, drafter) in enumerate(arms):
-            one, old = _timed(name, target, drafter, batch, options), total[name]
-            total[name] = Timed(
+            one, old = _timed(name, target, drafter, batch, options), total[n]
+            total[n] = Timed(
                 name,
                 old.seconds + one.seconds,
                 old.rounds + one.rounds,
@@ -106,11 +106,10 @@ def compare(
                 old.generations + one.generations,
             )
             advance(start * len(arms) + (n + 1) * len(batch), len(requests) * len(arms))
-    plain = total["plain"]
+    plain = total[0]
     names = [(prompt, group) for prompt, group, _ in requests]
     out = []
-    for name, drafter in drafters:
-        timed = total[name]
+    for (name, drafter), timed in zip(drafters, total[1:], strict=True):
         responses = responses_of(timed.generations, names, drafter.spec.drafted)
         out.append(
             SpeedArm(

@@ -45,16 +45,14 @@ def walk(drafter: Any, lessons: Sequence[Lesson], store: FeatureStore, *, slots:
             )
         store.fill([lesson])
         anchors = torch.arange(first, last, device=store.target.device)
-        runs = (
-            torch.cat([_runs(drafter, lesson, part) for part in anchors.split(per_forward)])
-            if len(anchors)
-            else anchors
-        )
+        runs: list[int] = []
+        if len(anchors):
+            runs = torch.cat([_runs(drafter, lesson, part) for part in anchors.split(per_forward)]).tolist()
         store.release([lesson])
         committed, accepted = [], []
         anchor = first
         while anchor < last:
-            run = int(runs[anchor - first])
+            run = runs[anchor - first]
             gain = min(run + 1, last - anchor)
             committed.append(gain)
             accepted.append(min(run, gain))

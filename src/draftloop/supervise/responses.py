@@ -77,13 +77,15 @@ def prepare_trunks(
     book = _Book(path, header, answers.regenerate)
     given = [p for p in prompts if book.given(p)]
     asked = [p for p in prompts if not book.given(p)]
+    taken = []
     for prompt in given:
         if not book.has(prompt, 0):
             found = encode_conversation(
                 target.tokenizer, prompt, template_kwargs=data.template_kwargs, eos_ids=target.eos_ids
             )
             longest = data.max_prompt_tokens + answers.max_new_tokens
-            book.add(prompt, 0, [t for t in found if len(t) <= longest])
+            taken.append((prompt, 0, [t for t in found if len(t) <= longest]))
+    book.add(taken)
     total = len(given) + len(asked) * answers.samples
     work = [(p, s) for p in asked for s in range(answers.samples) if not book.has(p, s)]
     advance(total - len(work), total)
@@ -141,8 +143,7 @@ def _answer(target: Any, work: list[tuple[Prompt, int]], data: DataPart, options
             made[i].append(response_trunk(ids, made_now.tokens, name, prompt.set, sample, made_now.finished))
             said[i].append(answer_text(target.tokenizer, made_now.tokens, target.eos_ids))
         turn += 1
-    for i, (prompt, sample) in enumerate(work):
-        book.add(prompt, sample, made[i])
+    book.add([(prompt, sample, made[i]) for i, (prompt, sample) in enumerate(work)])
 
 
 class _Book:
@@ -176,13 +177,16 @@ class _Book:
     def get(self, prompt: Prompt, sample: int) -> list[Trunk]:
         return self._trunks.get(self._key(prompt, sample), [])
 
-    def add(self, prompt: Prompt, sample: int, trunks: list[Trunk]) -> None:
-        key = self._key(prompt, sample)
-        self._trunks[key] = trunks
-        row = {"prompt": key[0], "sample": key[1], "asked": key[2], "trunks": [trunk.to_json() for trunk in trunks]}
+    def add(self, answered: Sequence[tuple[Prompt, int, list[Trunk]]]) -> None:
+        lines = []
+        for prompt, sample, trunks in answered:
+            key = self._key(prompt, sample)
+            self._trunks[key] = trunks
+            row = {"prompt": key[0], "sample": key[1], "asked": key[2], "trunks": [trunk.to_json() for trunk in trunks]}
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
         try:
             with open(self.path, "a", encoding="utf-8") as handle:
-                handle.write(json.dumps(row, ensure_ascii=False) + "\n")
+                handle.writelines(lines)
                 handle.flush()
                 os.fsync(handle.fileno())
         except OSError as error:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,9 @@ from draftloop.decode.loop import decode
 from draftloop.decode.trace import Options, Request, Step
 from draftloop.recipe import RolloutPart
 from draftloop.supervise.lesson import Lesson, rolled_out
+
+SCHEMA = "1"
+_ROWS = ("features", "hidden", "verified")
 
 
 def roll_out(
@@ -81,16 +83,24 @@ def roll_out(
 
 
 def save_rollout(path: Path, lessons: Sequence[Lesson]) -> None:
-    """Write a rollout to one safetensors file (atomic)."""
+    """Write a rollout to one safetensors file (atomic).
+
+    Tokens and steps are tensors too, for the format allows no more than 100 MB of header.
+    """
     tensors: dict[str, Tensor] = {}
     rows = []
     for i, lesson in enumerate(lessons):
-        for name in ("features", "hidden", "verified"):
+        for name in _ROWS:
             tensor = getattr(lesson, name)
             if tensor is not None:
                 tensors[f"{i}.{name}"] = tensor
-        rows.append({"trunk": lesson.trunk.to_json(), "steps": [asdict(step) for step in lesson.steps]})
-    write_tensors(path, tensors, {"lessons": json.dumps(rows)})
+        row = lesson.trunk.to_json()
+        steps = [(step.anchor, step.accepted, step.committed, *step.proposed) for step in lesson.steps]
+        tensors[f"{i}.tokens"] = torch.tensor(row.pop("tokens"), dtype=torch.int64)
+        tensors[f"{i}.steps"] = torch.tensor(steps, dtype=torch.int64)
+        tensors[f"{i}.log_q"] = torch.tensor([step.log_q for step in lesson.steps], dtype=torch.float64)
+        rows.append(row)
+    write_tensors(path, tensors, {"schema": SCHEMA, "lessons": json.dumps(rows)})
 
 
 def load_rollout(path: Path, device: torch.device) -> list[Lesson]:
@@ -101,16 +111,20 @@ def load_rollout(path: Path, device: torch.device) -> list[Lesson]:
     """
     tensors = read_tensors(path)
     with safe_open(path, framework="pt") as handle:
-        written = (handle.metadata() or {}).get("lessons")
-    if written is None:
-        raise InputError("the file holds no rollout", where=str(path), fix="Begin the run anew (--fresh).")
-    rows = json.loads(written)
-    lessons = []
-    for i, row in enumerate(rows):
-        steps = tuple(
-            Step(s["anchor"], tuple(s["proposed"]), tuple(s["log_q"]), s["accepted"], s["committed"])
-            for s in row["steps"]
+        written = handle.metadata() or {}
+    if written.get("schema") != SCHEMA or "lessons" not in written:
+        raise InputError(
+            f"the file holds no rollout of schema {SCHEMA}", where=str(path), fix="Begin the run anew (--fresh)."
         )
-        parts = {n: tensors[f"{i}.{n}"].to(device) for n in ("features", "hidden", "verified") if f"{i}.{n}" in tensors}
-        lessons.append(Lesson(Trunk.from_json(row["trunk"], str(path)), steps=steps, **parts))
+    lessons = []
+    for i, row in enumerate(json.loads(written["lessons"])):
+        trunk = Trunk.from_json({**row, "tokens": tensors[f"{i}.tokens"].tolist()}, str(path))
+        steps = tuple(
+            Step(anchor, tuple(proposed), tuple(log_q), accepted, committed)
+            for (anchor, accepted, committed, *proposed), log_q in zip(
+                tensors[f"{i}.steps"].tolist(), tensors[f"{i}.log_q"].tolist(), strict=True
+            )
+        )
+        parts = {name: tensors[f"{i}.{name}"].to(device) for name in _ROWS if f"{i}.{name}" in tensors}
+        lessons.append(Lesson(trunk, steps=steps, **parts))
     return lessons

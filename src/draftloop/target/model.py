@@ -160,9 +160,11 @@ class Target:
         self, ids: Tensor, positions: Tensor, mask: Tensor, taps: Sequence[int], cache: RowCache | None
     ) -> Rows:
         kwargs: dict[str, Any] = {} if cache is None else {self._cache_name: cache}
+        # a last block may reach beyond the context, where learned positions end; nothing of that is kept
+        places = positions.clamp(max=self.context_limit - 1)
         with self._tapped(taps) as tapped:
             out = self._base(
-                input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=cache is not None, **kwargs
+                input_ids=ids, position_ids=places, attention_mask=mask, use_cache=cache is not None, **kwargs
             )
         features = torch.cat([tapped[layer] for layer in taps], dim=-1) if taps else None
         return Rows(out.last_hidden_state, features)
