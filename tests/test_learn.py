@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from draftloop.core.law import Readout
 from draftloop.drafter.build import for_decoding
 from draftloop.evaluate.walk import walk
 from draftloop.learn.update import differentiate
@@ -162,6 +163,17 @@ def test_uneven_micro_batches_are_one_batch(method):
         for name in ("accepted", "first_rejected", "later_rejected", "unrejected_blocks"):
             total = sum(getattr(split, name) for split in parts.splits)
             assert torch.equal(total, getattr(whole.splits[0], name))
+
+
+def test_teacher_rows_are_read_with_the_targets_readout():
+    """A family may have a head of its own."""
+    part = stage(**METHODS["draft-opd"])
+    target = world("llama").target
+    drafter = student("llama").bind(target.embed, Readout(target.readout.weight.flip(0).clone()))
+    batch = scored(part, "llama", drafter, taught_on(part, "llama")[:2])
+    learnt = differentiate(part.objective, [batch], drafter, target.readout, torch.float32)
+    with torch.no_grad():
+        assert learnt.loss == pytest.approx(by_hand(part.objective, [batch], drafter, target).item(), rel=2e-5)
 
 
 def test_terms_and_labels_are_reported():

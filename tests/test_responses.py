@@ -219,6 +219,14 @@ def test_samples_differ_and_are_keyed(target, tmp_path, asked):
     assert other.trunks != made.trunks
 
 
+def test_answers_are_drawn_as_asked(target, tmp_path):
+    made = prepare_trunks(target, PROMPTS, part(temperature=0.9, top_k=9, top_p=0.6), tmp_path / "a.jsonl", seed=2)
+    options = Options(6, Sampling(0.9, 9, 0.6), seed=2)
+    for prompt, trunk in zip(PROMPTS, made.trunks, strict=True):
+        (alone,) = decode(target, None, [Request(trunk.prompt, key_of(prompt.id))], options)
+        assert list(trunk.tokens[trunk.first :]) == alone.tokens
+
+
 def test_held_out_prompts_are_answered_greedily_once(target, tmp_path, asked):
     made = prepare_trunks(target, PROMPTS, part(temperature=1.0, samples=3), tmp_path / "a.jsonl", greedy=True)
     assert made == prepare_trunks(target, PROMPTS, part(), tmp_path / "b.jsonl")

@@ -298,13 +298,16 @@ MOMENTS = {
     "before the report": ("draftloop.train.job", "write_report", 1, "before"),
 }
 
+SLOW = ("in SFT, steps after a checkpoint", "second rollout saved, no checkpoint", "in the last stage")
+
 
 @pytest.fixture(scope="module")
-def killed(toy, tmp_path_factory) -> dict[str, Path]:
-    """One run for each moment, killed there with SIGKILL."""
+def killed(request, toy, tmp_path_factory) -> dict[str, Path]:
+    """One run for each moment that is tested in this session, killed there with SIGKILL."""
     folder = tmp_path_factory.mktemp("killed")
-    outs = {name: folder / str(i) for i, name in enumerate(MOMENTS)}
-    jobs = [{"recipe": str(toy / "recipe.yaml"), "out": str(outs[n]), "moment": m} for n, m in MOMENTS.items()]
+    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    outs = {p["moment"]: folder / str(i) for i, p in enumerate(params) if p.get("moment") in MOMENTS}
+    jobs = [{"recipe": str(toy / "recipe.yaml"), "out": str(outs[n]), "moment": MOMENTS[n]} for n in outs]
     (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "tests.killed", str(folder / "jobs.json")],
@@ -315,7 +318,9 @@ def killed(toy, tmp_path_factory) -> dict[str, Path]:
     return outs
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in MOMENTS]
+)
 def test_killed_and_resumed_is_never_stopped(moment, killed, toy, whole):
     out = killed[moment]
     if moment != "before the report":

@@ -11,7 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from draftloop.core.blocks import Blocks
+from draftloop.core.draws import key_of
 from draftloop.core.errors import InputError
+from draftloop.core.law import Sampling
 from draftloop.core.weights import write_tensors
 from draftloop.data.trunk import Trunk
 from draftloop.decode.loop import decode
@@ -593,6 +595,22 @@ def test_rolling_out_leaves_out_what_has_no_verification():
         here.target.eos_ids = ends
     assert "p0" not in [lesson.trunk.id for lesson in lessons]  # it ended in its first token
     assert all(lesson.steps and lesson.anchors() for lesson in lessons)
+
+
+@pytest.mark.parametrize("rule", ["match", "ratio"])
+def test_a_rollout_is_decoding_with_those_options(rule):
+    here, drafter = world("qwen3"), world("qwen3").drafters["half"]
+    part = RolloutPart(temperature=0.8, rule=rule, batch_size=2)
+    lessons = roll_out(here.target, drafter, here.trunks, part, max_new_tokens=8, seed=5, visit=3)
+    for trunk, lesson in zip(here.trunks, lessons, strict=True):
+        request = Request(trunk.prompt, key_of(f"{trunk.id}#0"), 3)
+        (made,) = decode(here.target, drafter, [request], Options(8, Sampling(0.8), rule, seed=5))
+        assert lesson.trunk == replace(trunk, tokens=lesson.trunk.tokens, mask=lesson.trunk.mask, sample=3,
+                                       finished=made.finished)  # fmt: skip
+        assert lesson.trunk.tokens == (*trunk.prompt, *made.tokens)
+        assert [replace(s, log_q=()) for s in lesson.steps] == [replace(s, log_q=()) for s in made.steps]
+    drawn = [score for lesson in lessons for step in lesson.steps for score in step.log_q]
+    assert all(score == 0 for score in drawn) == (rule == "match")  # an argmax, or drawn from q
 
 
 def test_visits_and_answers_of_a_prompt_are_drawn_apart():

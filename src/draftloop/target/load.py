@@ -94,7 +94,9 @@ def _read_model(
     path: str, name: str, dtype: torch.dtype, device: torch.device, revision: str | None, trust: bool
 ) -> nn.Module:
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # standard error is for sentences and our own progress
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             path,

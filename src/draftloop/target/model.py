@@ -153,7 +153,12 @@ class Target:
 
     @torch.no_grad()
     def score(self, tree: Tree, taps: Sequence[int] = ()) -> Rows:
-        """Read trunks and branches in one forward: each slot sees its ancestors and nothing else."""
+        """Read trunks and branches in one forward: each slot sees its ancestors and nothing else.
+
+        Raises:
+            InputError: a text is longer than `context_limit`.
+        """
+        self.check_length(int(tree.position.max()) + 1)
         return self._forward(tree.tokens, tree.position, tree.dense_mask(), taps, None)
 
     def _forward(
