@@ -146,12 +146,12 @@ def test_an_end_in_another_place_is_no_near_tie(how, monkeypatch):
 # near-ties -----------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module", params=KINDS)
 def twins(request):
-    """A target that often says `a`, whose row in the readout `b` has too; what it says to `asks`."""
+    """A target that answers the first of `asks` with `a`, whose row in the readout `b` has too."""
     model = tiny_model(request.param)
     asks = [(f"q{i}", Request(ids)) for i, ids in enumerate(prompts(3, 5, 4))]
     free = decode(load_target(model), None, [r for _, r in asks], Options(12))
     said = [token for one in free for token in one.tokens]
-    a = max(set(said) - {3}, key=said.count)
+    a = free[0].tokens[0]
     b = next(token for token in range(60, 0, -1) if token not in said and token != 5)
     with torch.no_grad():
         model.lm_head.weight[b] = model.lm_head.weight[a]
@@ -167,6 +167,7 @@ def test_ties_are_counted(twins):
     found = audit(target, [("d", drafter), ("spoilt", Patchy(drafter))], asks, max_new_tokens=12)
     assert found.equal
     tied = said.count(a) + said.count(b)
+    assert plain[0].tokens[0] in (a, b)
     assert tied > 0
     others = [
         gap
@@ -175,6 +176,22 @@ def test_ties_are_counted(twins):
         if token not in (a, b)
     ]
     assert found.near_ties == tied + sum(gap < GAP for gap in others)
+
+
+def test_a_tie_does_not_hide_the_difference_after_it(twins, monkeypatch):
+    target, drafter, asks, a, b = twins
+
+    def spoiling(target, drafter, requests, options):
+        made = decode(target, None, requests, options)
+        if drafter is not None:
+            made[0].tokens[0] = b if made[0].tokens[0] == a else a
+            made[2].tokens[3] = next(t for t in range(61) if t not in (a, b, made[2].tokens[3]))
+        return made
+
+    monkeypatch.setattr(room, "decode", spoiling)
+    (arm,) = audit(target, [("d", drafter)], asks, max_new_tokens=12).arms
+    assert (arm.equal, arm.at_ties) == (False, 1)
+    assert (arm.first_difference.prompt, arm.first_difference.position) == ("q2", 3)
 
 
 @pytest.mark.parametrize("what", ["twin", "stranger"])

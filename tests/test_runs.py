@@ -368,7 +368,7 @@ def test_what_a_lesson_teaches_does_not_depend_on_what_was_read_before(toy, whol
     asked: list[int] = []
     fill = material.store.fill
     material.store.fill = lambda lessons, *rest: asked.append(sum(x.features is None for x in lessons)) or fill(lessons)
-    run = StageRun(material, 0, material.initial, metrics=None, extra={})  # type: ignore[arg-type]
+    run = StageRun(material, 0, material.initial, metrics=None)  # type: ignore[arg-type]
     run._gradient(0)
     assert max(asked) == 1
 

@@ -41,6 +41,12 @@ def step_at(anchor: int) -> Step:
     return Step(anchor, (0,) * DRAFTED, (0.0,) * DRAFTED, 0, 1)
 
 
+def two_turns(here) -> Lesson:
+    tokens = here.trunks[1].tokens
+    mask = (False, False, *[True] * 6, False, False, *[True] * (len(tokens) - 10))
+    return Lesson(Trunk("two", "s", 0, tokens, mask, True))
+
+
 def stage(**cells) -> StagePart:
     return StagePart(name="s", **cells)
 
@@ -145,10 +151,7 @@ def test_trunk_blocks_are_the_next_tokens_while_supervised_without_a_gap(masks, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_teacher_rows_of_trunk_proposals_are_plain_rows(kind):
     here = world(kind)
-    tokens = here.trunks[1].tokens
-    n = len(tokens)
-    two_turns = Trunk("t", "s", 0, tokens, (False, False, *[True] * 6, False, False, *[True] * (n - 10)), True)
-    lessons = [*here.lessons(), Lesson(two_turns)]
+    lessons = [*here.lessons(), two_turns(here)]
     found = scored(stage(method="off-policy-kl", anchors="all"), lessons, here.drafters["half"], here)
     assert found.teacher is not None
     assert torch.equal(found.labels, found.blocks.tokens)
@@ -333,7 +336,7 @@ def _cells(blocks):
 def test_redraft_from_any_anchor_is_verified_on_its_own_prefix(kind, trunks):
     here = world(kind)
     target, ends = here.target, set(here.target.eos_ids)
-    lessons = here.lessons() if trunks == "greedy" else rolled(kind, temperature=1.0)
+    lessons = [*here.lessons(), two_turns(here)] if trunks == "greedy" else rolled(kind, temperature=1.0)
     drafter = here.drafters["patchy"]
     found = scored(stage(proposals="redraft", anchors_per_sequence=7), lessons, drafter, here, seed=4)
     store = here.store()
@@ -347,7 +350,8 @@ def test_redraft_from_any_anchor_is_verified_on_its_own_prefix(kind, trunks):
         assert found.blocks.tokens[i].tolist() == drafts
         prefix, run, alive = list(trunk.tokens[: anchor + 1]), 0, True
         for k, draft in enumerate(drafts):
-            there = anchor + k + 1 < len(trunk) and not ends & set(drafts[:k])
+            gapless = all((*trunk.mask, False)[anchor + 1 : anchor + k + 2]) and anchor + k + 1 < len(trunk)
+            there = gapless and not ends & set(drafts[:k])
             assert bool(found.blocks.valid[i, k]) == there
             row_p = plain_hidden(target, prefix)[-1]
             choice = int(target.readout.logits(row_p).argmax())

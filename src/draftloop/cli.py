@@ -22,9 +22,9 @@ from rich.console import Console
 
 from draftloop.core.errors import DraftloopError, EnvironmentFault, InputError
 
-# Before PyTorch is loaded: threads that wait by spinning take the cores from whoever has work, which makes steps ten
-# times slower on a shared machine (docs/experiments.md).
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Before PyTorch is loaded: threads that spin for long while they wait take the cores from whoever has work, which makes
+# steps ten times slower on a shared machine; a short spin costs an idle one hardly anything (docs/experiments.md).
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 app = typer.Typer(
     name="draftloop",

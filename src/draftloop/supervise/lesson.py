@@ -77,6 +77,11 @@ class FeatureStore:
         self._kept: dict[int, Lesson] = {}  # by identity
         self._in_use: dict[int, Lesson] = {}  # filled, not yet released
 
+    def fits(self, lessons: list[Lesson]) -> bool:
+        """Whether the rows of these lessons can all be kept beside those that are."""
+        row = (len(self.taps) + 1) * self.target.hidden_size * self.target.readout.weight.element_size()
+        return self._held + sum(len(lesson.trunk) - 1 for lesson in lessons) * row <= self.budget
+
     def fill(self, lessons: list[Lesson], tokens_at_once: int = 4096) -> None:
         """Give every lesson its features and hidden rows; lessons of similar length share a forward."""
         if self.target.version != self._version:  # the target's weights changed

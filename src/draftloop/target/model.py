@@ -103,8 +103,10 @@ class Target:
     def fingerprint(self) -> str:
         """16 hex digits of configuration, a sample of the weights, and version."""
         config = {k: v for k, v in self.config.to_dict().items() if k not in _NOT_IDENTITY}
+        # rounded to bfloat16, so that a checkpoint is the same target in either type
         sample = [
-            p.detach().flatten()[:: max(1, p.numel() // 16)].float().sum().item() for p in self.model.parameters()
+            p.detach().flatten()[:: max(1, p.numel() // 16)].bfloat16().float().sum().item()
+            for p in self.model.parameters()
         ]
         return fingerprint(config, [f"{s:.4e}" for s in sample], self.version)
 

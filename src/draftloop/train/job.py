@@ -19,14 +19,14 @@ from draftloop.core.files import write_json
 from draftloop.core.weights import read_tensors, write_tensors
 from draftloop.drafter.build import for_decoding
 from draftloop.evaluate.report import write_report
-from draftloop.evaluate.summary import Summary, read_summary
 from draftloop.formats.zlab import save_drafter
-from draftloop.recipe import Recipe
+from draftloop.recipe import Recipe, StagePart
 from draftloop.recipe_file import dump_recipe
 from draftloop.train.checkpoint import State, load
 from draftloop.train.final import conclude
 from draftloop.train.material import Material, find_run, gather
 from draftloop.train.metrics import MetricsLog
+from draftloop.train.progress import Cost, cost_sheet
 from draftloop.train.stage import StageOutcome, StageRun
 
 Say = Callable[[str], None]
@@ -70,6 +70,8 @@ def train(
     began = time.monotonic()
     material = gather(found or recipe, folder, new=found is None, quiet=quiet)
     say(_size_up(material))
+    material.read_ahead()
+    say(cost_sheet([_cost(material, stage) for stage in material.recipe.stages]))
     earlier = _seconds(folder)
     outcomes = _stages(material, say, earlier - began)
     delivered = max(outcomes, key=lambda outcome: outcome.tau)
@@ -78,11 +80,6 @@ def train(
     conclude(material, outcomes, delivered, earlier + time.monotonic() - began, say)
     write_report(folder)
     return folder
-
-
-def result(folder: Path) -> Summary:
-    """The summary of a finished run."""
-    return read_summary(folder)
 
 
 def with_weights(material: Material, tensors: dict[str, Tensor]) -> Any:
@@ -109,6 +106,30 @@ def _size_up(material: Material) -> str:
     return "\n".join(lines)
 
 
+def _cost(material: Material, stage: StagePart) -> Cost:
+    """What a stage will cost, as far as it is known before it runs."""
+    trunks = material.prepared["train"].trunks
+    mean = sum(map(len, trunks)) / len(trunks)
+    steps = stage.steps or 0
+    tokens = 0
+    if stage.trunks == "rollout":
+        size = min(stage.rollout.prompts or len(trunks), len(trunks))
+        tokens += round(-(-max(steps, 1) // stage.rollout.refresh_every) * size * mean)
+    scored = stage.proposals == "redraft" or (stage.proposals == "recorded" and stage.rollout.teacher == "recompute")
+    if scored:
+        tokens += round(steps * stage.accumulate * stage.batch_size * mean)
+    weights = sum(p.numel() for p in material.drafter.parameters()) * 4
+    vocabulary = material.target.vocab_size * 4
+    return Cost(
+        stage.name,
+        steps,
+        tokens,
+        disk_bytes=weights * 5,  # a checkpoint: weights, two moments, the best ones; and the stage's result
+        memory_bytes=weights * 5 + stage.objective.chunk * vocabulary * 3,
+        seconds=stage.minutes * 60 if stage.minutes else None,
+    )
+
+
 def _stages(material: Material, say: Say, clock: float) -> list[StageOutcome]:
     """Run or take up every stage; `clock` + monotonic time = seconds that the run has taken."""
     folder, recipe = material.folder, material.recipe
@@ -120,7 +141,7 @@ def _stages(material: Material, say: Say, clock: float) -> list[StageOutcome]:
     with metrics:
         for index in range(len(done), len(recipe.stages)):
             part = recipe.stages[index]
-            run = StageRun(material, index, _start(material, done, part.start), metrics, {})
+            run = StageRun(material, index, _start(material, done, part.start), metrics)
             if here is not None:
                 run.resume(here)
                 say(f"Going on with stage {part.name} at step {run.step} of {part.steps}.")

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,13 +64,10 @@ class StageRun:
         index: which stage of the recipe.
         start: the drafter's weights at the beginning.
         metrics: where numbers go.
-        extra: what the run wants kept in every checkpoint.
     """
 
-    def __init__(
-        self, material: Material, index: int, start: dict[str, Tensor], metrics: MetricsLog, extra: dict[str, Any]
-    ) -> None:
-        self.material, self.index, self.metrics, self.extra = material, index, metrics, extra
+    def __init__(self, material: Material, index: int, start: dict[str, Tensor], metrics: MetricsLog) -> None:
+        self.material, self.index, self.metrics = material, index, metrics
         self.part: StagePart = material.recipe.stages[index]
         self.drafter = material.drafter
         self.drafter.load_state_dict(start)
@@ -287,7 +283,6 @@ class StageRun:
             self.labels,
             self.seconds,
             {
-                **self.extra,
                 "validation": self.validation,
                 "splits": self.splits,
                 "rolled": self.rolled,
