@@ -10,6 +10,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 OLDEST := .venv/oldest-transformers
 FAST := -m "not slow and not gpu"
+PARALLEL := -n 2 --dist worksteal --durations=15
 
 # The rooms that touch transformers' models and caches are tested on the oldest supported version too.
 OLDEST_PINS := transformers==5.17.0 huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
@@ -50,15 +51,15 @@ quickstart: setup
 	@$(BIN)/draftloop quickstart $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -v $(FAST)
+	$(BIN)/python -m pytest $(PARALLEL) $(FAST)
 	@$(MAKE) --no-print-directory test-oldest
 
 test-oldest: $(OLDEST)/.ready
 	@PYTHONPATH="$(CURDIR)/$(OLDEST)" $(BIN)/python -c 'import transformers as t; print("again, with transformers", t.__version__)'
-	PYTHONPATH="$(CURDIR)/$(OLDEST)" $(BIN)/python -m pytest -v $(FAST) $(OLDEST_TESTS)
+	PYTHONPATH="$(CURDIR)/$(OLDEST)" $(BIN)/python -m pytest $(PARALLEL) $(FAST) $(OLDEST_TESTS)
 
 test-all: setup
-	$(BIN)/python -m pytest -v -m "not gpu"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu"
 	@$(MAKE) --no-print-directory test-oldest
 
 lint: setup
