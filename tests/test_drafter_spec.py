@@ -125,10 +125,8 @@ def test_the_order_of_preference():
     assert choose(Words(10, plain), embed=lambda ids: twins[ids]) == 2, "told apart by nothing but length"
     assert choose(Words(10, plain)) == 0
     assert choose(Words(10, plain, bos=0, eos=1)) == 2
-    with pytest.raises(InputError, match="no unused special token"):
-        choose(Words(10, {"<s>": 0}, bos=0))
-    with pytest.raises(InputError, match="no unused special token"):
-        choose(Words(10, {}))
+    assert choose(Words(10, {"<s>": 0}, bos=0)) is None, "nothing is unused: a learned vector"
+    assert choose(Words(10, {})) is None
 
 
 def test_left_alone():
@@ -155,6 +153,7 @@ def test_a_spec_takes_after_the_target(owner):
         "target_layers": (0, 2),
         "block_size": 8,
         "mask_token_id": 5,
+        "learned_mask": False,
         "rope_theta": 10000.0,
         "norm_eps": 1e-6,
         "max_positions": 256,

@@ -77,7 +77,9 @@ class DrafterPart(Part):
         None, ge=1, description="how many target layers, when target_layers is not given; default: layers"
     )
     mask_token: int | str | None = Field(
-        None, description="unused special token for the drafted slots; default: chosen and recorded"
+        None,
+        description="unused special token for the drafted slots, or `learned` for a trained vector instead; "
+        "default: chosen and recorded; learned where no token is unused",
     )
     intermediate_size: int | None = Field(None, ge=1, description="default: the target's")
     heads: int | None = Field(None, ge=1, description="attention heads; default: the target's")

@@ -2,8 +2,8 @@
 
 Slot 0 of a block holds the anchor token, slots 1..K the mask token; slot k predicts the token at anchor + k. A block
 sees the target's features strictly below its anchor and itself, in both directions. Tensor names are those of the
-published checkpoints. Embedding and readout belong to the target and are only borrowed (`bind`); sampling is not this
-room's.
+published checkpoints, but for `mask_embedding`, the learned vector of a drafter whose target has no token to spare.
+Embedding and readout belong to the target and are only borrowed (`bind`); sampling is not this room's.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ class DFlash(nn.Module):
     """The drafter. `bind` it to a target before use.
 
     Attributes:
-        spec: shape and mask token.
+        spec: shape and mask.
+        mask_embedding: [H], what the drafted slots hold where the spec says `learned_mask`; else None.
         readout: the target's, after `bind`.
     """
 
@@ -126,6 +127,7 @@ class DFlash(nn.Module):
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.norm_eps)
         self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.layers))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.mask_embedding = nn.Parameter(torch.zeros(spec.hidden_size)) if spec.learned_mask else None
         self._borrowed: tuple[Callable[[Tensor], Tensor], Readout] | None = None  # not parameters, never saved
 
     def bind(self, embed: Callable[[Tensor], Tensor], readout: Readout) -> DFlash:
@@ -140,8 +142,12 @@ class DFlash(nn.Module):
         return self._borrowed[1]
 
     def _block(self, tokens: Tensor) -> Tensor:
-        """Anchor tokens int64 [...] -> embeddings [..., B, H]: the anchor, then mask tokens."""
+        """Anchor tokens int64 [...] -> embeddings [..., B, H]: the anchor, then masks."""
         assert self._borrowed is not None, "bind the drafter to a target first"
+        if self.mask_embedding is not None:
+            first = self._own(self._borrowed[0](tokens)).unsqueeze(-2)
+            masks = self.mask_embedding.to(first.dtype).expand(*tokens.shape, self.spec.drafted, -1)
+            return torch.cat([first, masks], -2)
         ids = tokens.unsqueeze(-1).repeat_interleave(self.spec.block_size, -1)
         ids[..., 1:] = self.spec.mask_token_id
         return self._own(self._borrowed[0](ids))

@@ -1,4 +1,4 @@
-"""What a drafter is made for: its shape, the target layers it reads, its mask token; and the defaults for each.
+"""What a drafter is made for: its shape, the target layers it reads, its mask; and the defaults for each.
 
 Knows no weights but the embeddings that a mask token is chosen among. A spec made for one target is refused on another
 by `check_fits`.
@@ -6,7 +6,7 @@ by `check_fits`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -18,6 +18,8 @@ from torch import Tensor
 from draftloop.core.errors import InputError
 from draftloop.recipe import DrafterPart
 
+LEARNED = "learned"  # what drafter.mask_token says for a learned mask vector
+
 
 @dataclass(frozen=True)
 class DrafterSpec:
@@ -26,7 +28,9 @@ class DrafterSpec:
     Attributes:
         block_size: B = anchor slot + K drafted slots.
         target_layers: tapped decoder layers, strictly ascending, 0-based (the output of that layer).
-        mask_token_id: token whose embedding fills the drafted slots.
+        mask_token_id: token whose embedding fills the drafted slots; with `learned_mask` a stand-in (`stand_in`), which
+            engines want named and whose embedding is never used.
+        learned_mask: the drafted slots hold a learned vector instead of a token's embedding.
         made_for: free-form facts about the target it was trained for (fingerprints), kept in the checkpoint.
     """
 
@@ -41,6 +45,7 @@ class DrafterSpec:
     target_layers: tuple[int, ...]
     block_size: int
     mask_token_id: int
+    learned_mask: bool = False
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
     max_positions: int = 2048
@@ -100,7 +105,7 @@ def choose_mask_token(
     vocab_size: int,
     taken: set[int],
     embed: Callable[[Tensor], Tensor],
-) -> int:
+) -> int | None:
     """The token that marks a slot to be drafted: one of the target's vocabulary that no text contains.
 
     By preference a special token that is called unused; a row of the embedding behind the tokenizer's last id (for
@@ -109,15 +114,21 @@ def choose_mask_token(
 
     Args:
         tokenizer: the target's tokenizer, or None.
-        wanted: an id, a token's text, or None to choose.
+        wanted: an id, a token's text, `learned` for no token (one of that very text can be named by its id), or None to
+            choose.
         vocab_size: rows V of the target's readout.
         taken: ids with a meaning of their own (end-of-sequence), never chosen.
         embed: the target's input embedding, int64 [n] -> [n, H].
 
+    Returns:
+        its id; None where a learned vector takes its place: asked for, or because the vocabulary has no unused token.
+
     Raises:
-        InputError: the wanted one does not exist, or none can be chosen.
+        InputError: the wanted one does not exist, or there is no tokenizer to choose by.
     """
-    fix = "Set drafter.mask_token to an unused special token of the target (its text or its id)."
+    fix = f"Set drafter.mask_token to an unused special token of the target (its text or its id), or to {LEARNED}."
+    if wanted == LEARNED:
+        return None
     if isinstance(wanted, int):
         if not 0 <= wanted < vocab_size:
             raise InputError(
@@ -147,10 +158,25 @@ def choose_mask_token(
     if behind < vocab_size:
         return behind
     if not free:
-        raise InputError("the target's vocabulary has no unused special token", where="drafter.mask_token", fix=fix)
+        return None
     ids = list(free.values())
     alone = left_alone(embed(torch.tensor(ids))).tolist()
     return next((i for i, untouched in zip(ids, alone, strict=True) if untouched), ids[0])
+
+
+def stand_in(tokenizer: Any, eos_ids: Sequence[int], vocab_size: int) -> int:
+    """The id that a drafter with a learned mask names as its mask token: padding, else an end of sequence.
+
+    Engines put their learned vector where a block holds this id, so it must not be a token that a block begins with:
+    padding is in no text, and nothing is drafted after an end.
+
+    Args:
+        tokenizer: the target's tokenizer, or None.
+        eos_ids: ids that end a response.
+        vocab_size: rows V of the target's readout.
+    """
+    named = [getattr(tokenizer, "pad_token_id", None), *eos_ids, getattr(tokenizer, "eos_token_id", None)]
+    return next((i for i in named if i is not None and 0 <= i < vocab_size), 0)
 
 
 def left_alone(rows: Tensor) -> Tensor:
@@ -188,6 +214,13 @@ def spec_for(part: DrafterPart, target: Any) -> DrafterSpec:
             where="drafter.target_layers",
             fix=f"The target has layers 0 to {target.num_layers - 1}.",
         )
+    mask = choose_mask_token(
+        target.tokenizer,
+        part.mask_token,
+        target.vocab_size,
+        set(target.eos_ids),
+        lambda ids: target.embed(ids.to(target.device)),
+    )
     rope = getattr(config, "rope_parameters", None) or {}
     return DrafterSpec(
         hidden_size=target.hidden_size,
@@ -202,13 +235,8 @@ def spec_for(part: DrafterPart, target: Any) -> DrafterSpec:
         num_target_layers=target.num_layers,
         target_layers=layers,
         block_size=part.block_size,
-        mask_token_id=choose_mask_token(
-            target.tokenizer,
-            part.mask_token,
-            target.vocab_size,
-            set(target.eos_ids),
-            lambda ids: target.embed(ids.to(target.device)),
-        ),
+        mask_token_id=stand_in(target.tokenizer, target.eos_ids, target.vocab_size) if mask is None else mask,
+        learned_mask=mask is None,
         rope_theta=float(rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0),
         norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
         max_positions=int(getattr(config, "max_position_embeddings", None) or 2048),

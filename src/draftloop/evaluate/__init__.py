@@ -1,1 +1,1 @@
-"""Room `evaluate`; see its modules."""
+"""Acceptance length, the exact fast walk, measured speed, the losslessness audit, the report."""

@@ -37,7 +37,10 @@ class TargetFacts(Part):
 
 
 class DrafterFacts(Part):
-    """The drafter; `bytes` is the size of its checkpoint, `block_size` counts the anchor slot."""
+    """The drafter; `bytes` is the size of its checkpoint, `block_size` counts the anchor slot.
+
+    With a learned mask vector `mask_token_id` is null and `mask_token` says so.
+    """
 
     family: str
     parameters: int

@@ -1,1 +1,1 @@
-"""Room `formats`; see its modules."""
+"""Drafter checkpoints in the forms that engines read and write."""

@@ -1,5 +1,8 @@
 """DFlash checkpoints in z-lab's form, which z-lab's own class, vLLM and SGLang load: config.json + model.safetensors.
 
+The published form has no tensor for a learned mask vector, so one lies beside them in mask_embedding.safetensors.
+Engines do not use that: they look for `mask_embedding.pt`, a pickle, which is neither written nor read here.
+
 Knows the published tensor names, and how to put a folder on disk so that nobody ever reads half of one. Knows no hub
 and no engine, and does not read other forms (speculators, EAGLE-3, DFlash 2, causal or sliding blocks): they are
 refused by name. The target is met only through its public attributes.
@@ -29,6 +32,8 @@ from draftloop.formats.zlab_config import check_form, config_of, read_config, sp
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+MASK = "mask_embedding.safetensors"
+_VECTOR = "mask_embedding"  # the one tensor in MASK, and the drafter's name for it
 _WEIGHTS_OF_OTHERS = ("*.safetensors", "pytorch_model*.bin", "mask_embedding.pt")  # engines would read them too
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _COMPLETE = "Use a complete checkpoint, or mend config.json if it belongs to another one."
@@ -69,6 +74,11 @@ def save_drafter(
     then config.json are replaced, each in one piece; config.json holds the weights' SHA-256, so that a mixture (a kill
     between the two) is refused by `load_drafter` and never drafted with.
 
+    A learned mask vector goes into a file of its own, for engines refuse tensors that are not in the published table.
+    vLLM and SGLang read such a vector only from `mask_embedding.pt` ({"embedding", "mask_token_id"}), a pickle, which
+    is not written. Without it they pass over our file in silence and draft with the stand-in token's embedding: output
+    stays exact, fewer tokens are accepted.
+
     Args:
         drafter: bound or not, on any device.
         folder: where to write; parents are made.
@@ -90,6 +100,7 @@ def save_drafter(
                 where=str(folder),
                 fix="Go back to an earlier checkpoint and lower the learning rate.",
             )
+    vector = tensors.pop(_VECTOR, None)
     _check_published({name: _Stored(tuple(t.shape), "F32") for name, t in tensors.items()}, drafter.spec, Path(folder))
     place = Path(folder).expanduser().resolve()
     stage: Path | None = None
@@ -100,16 +111,22 @@ def save_drafter(
         # beside a new folder, but inside an old one: its parent may be another file system, or not ours to write
         stage = Path(tempfile.mkdtemp(dir=place.parent if fresh else place, prefix=f".{place.name}.", suffix=".part"))
         write_tensors(stage / WEIGHTS, tensors)
-        weights = sha256_file(stage / WEIGHTS)
-        write_json(stage / CONFIG, config_of(drafter.spec, dtype, weights=weights, extra=extra))
+        weights, mask = sha256_file(stage / WEIGHTS), None
+        if vector is not None:
+            write_tensors(stage / MASK, {_VECTOR: vector})
+            mask = sha256_file(stage / MASK)
+        write_json(stage / CONFIG, config_of(drafter.spec, dtype, weights=weights, mask=mask, extra=extra))
         if fresh:
             umask = os.umask(0)
             os.umask(umask)
             stage.chmod(0o777 & ~umask)  # mkdtemp makes 0700; others may need to read a drafter
             os.rename(stage, place)
         else:
-            for name in (WEIGHTS, CONFIG):
-                os.replace(stage / name, place / name)
+            for name in (WEIGHTS, MASK, CONFIG):
+                if name == MASK and vector is None:
+                    (place / MASK).unlink(missing_ok=True)  # of the drafter that was here
+                else:
+                    os.replace(stage / name, place / name)
     except EnvironmentFault as fault:  # say the folder that the user named, not the temporary one
         raise EnvironmentFault(fault.what, where=str(folder), fix=fault.fix) from fault
     except OSError as error:
@@ -159,11 +176,12 @@ def load_drafter(path: str | os.PathLike[str], target: Any = None, *, dtype: tor
         check_fits(spec, target, str(folder))
     if (folder / "mask_embedding.pt").exists():
         raise InputError(
-            "the drafter has a learned mask vector (mask_embedding.pt, a pickle), which is not read yet",
+            "the drafter has a learned mask vector in mask_embedding.pt, a pickle, which is not read",
             where=str(folder),
-            fix="Use a drafter whose mask is a token of the vocabulary.",
+            fix=f"Use a drafter whose mask is a token of the vocabulary, or one saved here, with {MASK}.",
         )
-    files = sorted(folder.glob("*.safetensors"))
+    _check_mask(spec, folder)
+    files = [file for file in sorted(folder.glob("*.safetensors")) if file.name != MASK]
     stored: dict[str, _Stored] = {}
     for file in files:
         for name, entry in _header(file).items():
@@ -183,6 +201,8 @@ def load_drafter(path: str | os.PathLike[str], target: Any = None, *, dtype: tor
     tensors = {_bare(name): tensor for file in files for name, tensor in read_tensors(file).items()}
     for name in borrowed:
         _check_copy(name, tensors.pop(name), target, folder)
+    if spec.learned_mask:
+        tensors |= read_tensors(folder / MASK)
     _check_pair(config, folder)
     kind = dtype or reduce(torch.promote_types, [tensor.dtype for tensor in tensors.values()])
     with torch.device("meta"):  # shapes only: nothing is initialised to be thrown away
@@ -212,8 +232,8 @@ _BORROWED = ("embed_tokens.weight", "lm_head.weight")
 _FOREIGN = {
     "d2t": "a reduced vocabulary",
     "t2d": "a reduced vocabulary",
-    "mask_hidden": "a learned mask vector",
-    "mask_embedding": "a learned mask vector",
+    "mask_hidden": "a learned mask vector in another form",
+    "mask_embedding": "a learned mask vector in another form",
 }
 
 
@@ -269,17 +289,46 @@ def _check_kind(name: str, entry: _Stored, folder: Path) -> None:
         )
 
 
+def _check_mask(spec: DrafterSpec, folder: Path) -> None:
+    """The learned mask vector's file is there exactly where config.json promises one, and holds it alone."""
+    file = folder / MASK
+    if not spec.learned_mask:
+        if file.exists():
+            raise InputError(
+                f"the folder holds a learned mask vector ({MASK}) that config.json does not promise",
+                where=str(folder),
+                fix=_AGAIN,
+            )
+        return
+    if not file.is_file():
+        raise InputError(
+            f"config.json promises a learned mask vector, but {MASK} is missing", where=str(folder), fix=_AGAIN
+        )
+    stored = _header(file)
+    if list(stored) != [_VECTOR]:
+        raise InputError(
+            f"the file must hold one tensor, {_VECTOR}, and holds {sorted(stored)}", where=str(file), fix=_AGAIN
+        )
+    if stored[_VECTOR].shape != (spec.hidden_size,):
+        raise InputError(
+            f"the learned mask vector has shape {list(stored[_VECTOR].shape)}, config.json promises"
+            f" [{spec.hidden_size}]",
+            where=str(file),
+            fix=_COMPLETE,
+        )
+    _check_kind(_VECTOR, stored[_VECTOR], folder)
+
+
 def _check_pair(config: dict[str, Any], folder: Path) -> None:
     """Refuse weights that config.json was not saved with: their shapes may agree, what they mean does not."""
-    promised = (config.get("draftloop") or {}).get("weights_sha256")
-    if promised is None:
-        return
-    if not (folder / WEIGHTS).is_file() or sha256_file(folder / WEIGHTS) != promised:
-        raise InputError(
-            "weights and config.json come from two different saves",
-            where=str(folder),
-            fix=f"{_AGAIN} If you changed the weights on purpose, remove draftloop.weights_sha256 from config.json.",
-        )
+    for name, key, what in ((WEIGHTS, "weights_sha256", "weights"), (MASK, "mask_sha256", "the learned mask vector")):
+        promised = (config.get("draftloop") or {}).get(key)
+        if promised is not None and (not (folder / name).is_file() or sha256_file(folder / name) != promised):
+            raise InputError(
+                f"{what} and config.json come from two different saves",
+                where=str(folder),
+                fix=f"{_AGAIN} If you changed the file on purpose, remove draftloop.{key} from config.json.",
+            )
 
 
 def _check_copy(name: str, copy: Tensor, target: Any, folder: Path) -> None:
@@ -304,7 +353,9 @@ def _check_place(place: Path) -> None:
         return
     if not place.is_dir():
         raise InputError("this is a file, not a folder", where=str(place), fix=fix)
-    others = [p.name for pattern in _WEIGHTS_OF_OTHERS for p in sorted(place.glob(pattern)) if p.name != WEIGHTS]
+    others = [
+        p.name for pattern in _WEIGHTS_OF_OTHERS for p in sorted(place.glob(pattern)) if p.name not in (WEIGHTS, MASK)
+    ]
     if others:
         raise InputError(f"the folder holds other weights ({others[0]})", where=str(place), fix=fix)
     if (place / CONFIG).exists():
@@ -314,7 +365,7 @@ def _check_place(place: Path) -> None:
             raise InputError(
                 "the folder holds another model, which is not overwritten", where=str(place), fix=fix
             ) from error
-    elif (place / WEIGHTS).exists():
+    elif (place / WEIGHTS).exists() or (place / MASK).exists():
         raise InputError(
             "the folder holds weights without a config.json, which are not overwritten", where=str(place), fix=fix
         )

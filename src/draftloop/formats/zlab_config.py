@@ -58,13 +58,17 @@ _INERT_NESTED = {"mask_token", "swa_window_size"}  # a name for mask_token_id; t
 _INERT_ROPE = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1}
 
 
-def config_of(spec: DrafterSpec, dtype: torch.dtype, *, weights: str, extra: dict[str, Any] | None) -> dict[str, Any]:
+def config_of(
+    spec: DrafterSpec, dtype: torch.dtype, *, weights: str, mask: str | None, extra: dict[str, Any] | None
+) -> dict[str, Any]:
     """Describe a drafter as the object of its config.json.
 
     Args:
         spec: shape, target layers (0-based, the output of that layer) and mask token.
         dtype: type of the stored weights.
         weights: SHA-256 of the weight file, which ties the two files together.
+        mask: likewise of the learned mask vector's file; None without one. It is said under `draftloop` alone, for
+            engines have no key for it: what they read as mask_token_id is then a stand-in.
         extra: the caller's own facts, kept under `draftloop.extra`.
     """
     ours = {
@@ -74,6 +78,8 @@ def config_of(spec: DrafterSpec, dtype: torch.dtype, *, weights: str, extra: dic
         "mask_token": spec.mask_token_id,
         "weights_sha256": weights,
     }
+    if spec.learned_mask:
+        ours |= {"learned_mask": True, "mask_sha256": mask}
     return {
         "architectures": [ARCHITECTURES[0]],
         "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
@@ -182,6 +188,7 @@ def spec_of(config: dict[str, Any], where: Path, *, num_target_layers: int | Non
             norm_eps=_positive(config.get("rms_norm_eps"), "rms_norm_eps", where),
             max_positions=_count(config.get("max_position_embeddings"), "max_position_embeddings", where),
             made_for=_made_for(config, where),
+            learned_mask=_learned_mask(config, where),
         )
     except InputError as error:  # the spec knows what is wrong, but not in which file
         raise InputError(error.what, where=error.where or str(where), fix=error.fix) from error
@@ -271,6 +278,14 @@ def _made_for(config: dict[str, Any], where: Path) -> dict[str, Any]:
     if schema != SCHEMA:
         _refuse(f"the key draftloop has schema {schema}, this version reads {SCHEMA}", where, "Update draftloop.")
     return made_for
+
+
+def _learned_mask(config: dict[str, Any], where: Path) -> bool:
+    """Read whether the drafted slots hold a learned vector; published checkpoints do not say it here."""
+    learned = (config.get("draftloop") or {}).get("learned_mask", False)
+    if type(learned) is not bool:
+        _refuse(f"draftloop.learned_mask is {json.dumps(learned)}, not true or false", where, _MEND)
+    return learned
 
 
 def _either(config: dict[str, Any], nested: dict[str, Any], key: str, where: Path) -> Any:

@@ -1,1 +1,1 @@
-"""Room `learn`; see its modules."""
+"""One update of the drafter, whatever the method."""

@@ -1,1 +1,1 @@
-"""Room `objective`; see its modules."""
+"""Losses: one number a row, terms over blocks, global denominators. See README.md."""

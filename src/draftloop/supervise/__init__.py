@@ -1,1 +1,1 @@
-"""Room `supervise`; see its modules."""
+"""Trunks, anchors, proposals, teacher rows: what a drafter is taught, and on which text."""

@@ -70,7 +70,7 @@ def prepare_trunks(
     answers = data.response.model_copy(update={"temperature": 0.0, "samples": 1}) if greedy else data.response
     header = {
         "schema": SCHEMA,
-        "target": target.fingerprint,
+        "target": f"{target.fingerprint} in {target.dtype}",
         "template": fingerprint(getattr(target.tokenizer, "chat_template", None), data.template_kwargs),
         "response": fingerprint(answers.model_dump(exclude={"batch_size"}), data.max_prompt_tokens, seed),
     }

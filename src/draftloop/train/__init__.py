@@ -1,1 +1,1 @@
-"""Room `train`; see its modules."""
+"""The long-running job: stages, schedule, checkpoints and resume, metrics, progress, the summary."""

@@ -207,16 +207,19 @@ def _split(splits: list[list[int]]) -> dict[str, Any]:
 
 def _drafter(material: Material) -> dict[str, Any]:
     spec, tokenizer = material.drafter.spec, material.target.tokenizer
-    weights = material.folder / "drafter" / "model.safetensors"
+    weights = (material.folder / "drafter").glob("*.safetensors")  # a learned mask vector has a file of its own
+    mask: dict[str, Any] = {"mask_token_id": None, "mask_token": "a learned vector"}
+    if not spec.learned_mask:
+        text = tokenizer.convert_ids_to_tokens(spec.mask_token_id) if tokenizer is not None else None
+        mask = {"mask_token_id": spec.mask_token_id, "mask_token": text}
     return {
         "family": material.recipe.drafter.family,
         "parameters": sum(p.numel() for p in material.drafter.parameters()),
-        "bytes": weights.stat().st_size,
+        "bytes": sum(file.stat().st_size for file in weights),
         "block_size": spec.block_size,
         "layers": spec.layers,
         "target_layers": list(spec.target_layers),
-        "mask_token_id": spec.mask_token_id,
-        "mask_token": tokenizer.convert_ids_to_tokens(spec.mask_token_id) if tokenizer is not None else None,
+        **mask,
     }
 
 

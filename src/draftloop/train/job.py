@@ -19,7 +19,7 @@ from draftloop.core.files import write_json
 from draftloop.core.weights import read_tensors, write_tensors
 from draftloop.drafter.build import for_decoding
 from draftloop.evaluate.report import write_report
-from draftloop.formats.zlab import save_drafter
+from draftloop.formats.zlab import MASK, save_drafter
 from draftloop.recipe import Recipe, StagePart
 from draftloop.recipe_file import dump_recipe
 from draftloop.train.checkpoint import State, load
@@ -77,6 +77,12 @@ def train(
     delivered = max(outcomes, key=lambda outcome: outcome.tau)
     served = with_weights(material, delivered.tensors)
     save_drafter(served, folder / "drafter", dtype=material.target.dtype, extra={"stage": delivered.name})
+    if served.spec.learned_mask:
+        say(
+            f"The drafter's learned mask vector is in drafter/{MASK}; vLLM and SGLang read one only from"
+            f" mask_embedding.pt, which is not written: they would draft with token {served.spec.mask_token_id} in its"
+            " place, and fewer tokens would be accepted."
+        )
     conclude(material, outcomes, delivered, earlier + time.monotonic() - began, say)
     write_report(folder)
     return folder
@@ -97,6 +103,11 @@ def _size_up(material: Material) -> str:
         f" {count / 1e6:.1f} M parameters, {spec.layers} layers, taps {list(spec.target_layers)},"
         f" block {spec.block_size}."
     ]
+    if spec.learned_mask:
+        part = material.recipe.drafter
+        chosen = part.init is None and part.mask_token is None
+        why = "The target's vocabulary has no unused token, so the" if chosen else "The"
+        lines.append(f"{why} drafted slots hold a learned mask vector instead of a token's embedding.")
     told = [f"{len(p.trunks)} {name} responses ({sum(map(len, p.trunks)):,} tokens)" for name, p in parts.items()]
     lines.append("; ".join(told) + ".")
     dropped = sum(len(p.too_long) + len(p.too_short) for p in parts.values())
