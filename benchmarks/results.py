@@ -174,8 +174,8 @@ def _ablation_table(study: dict[str, Any]) -> str:
     lines = [
         "## Draft-OPD and its ablations",
         "",
-        f"`draftloop train recipes/ablations.yaml seed=S --out runs/ablations-S`, {count} seeds, on"
-        f" {study['hardware'].get('gpu', 'CPU')}. Every arm starts from the same SFT drafter (300 steps) and takes"
+        f"`draftloop train recipes/ablations.yaml seed=S drafter.mask_token=3 --out runs/ablations-S`, {count} seeds,"
+        f" on {study['hardware'].get('gpu', 'CPU')}. Every arm starts from the same SFT drafter (300 steps) and takes"
         " 100 steps.",
         "",
         "| arm | tau pooled, mean of seeds | each seed | over SFT, each seed (95 %) |",

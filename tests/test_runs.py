@@ -447,3 +447,16 @@ def test_the_recipe_in_the_run_directory_is_the_whole_recipe(toy, whole):
     note = json.loads((whole / "run.json").read_text(encoding="utf-8"))
     assert torch.__version__.startswith(note["versions"]["torch"].split("+")[0])
     assert note["hardware"]["cpu_cores"] >= 1
+
+
+def test_two_processes_do_not_share_a_run_directory(tmp_path):
+    from draftloop.train.material import alone
+
+    with (
+        alone(tmp_path / "run"),
+        pytest.raises(InputError, match="another process works in this directory"),
+        alone(tmp_path / "run"),
+    ):
+        pass
+    with alone(tmp_path / "run"):  # free again
+        pass

@@ -386,3 +386,10 @@ def test_devices_and_types():
     assert [pick_dtype(d) for d in ("auto", "float32", torch.float64)] == [torch.bfloat16, torch.float32, torch.float64]
     with pytest.raises(InputError, match="float16"):
         pick_dtype("float16")
+
+
+def test_a_window_by_another_name_limits_the_context():
+    """Doge attends sparsely beyond `keep_window_size`: longer texts would be scored wrongly."""
+    from draftloop.target.load import load_target
+
+    assert load_target(tiny_model("llama", keep_window_size=24)).context_limit == 24

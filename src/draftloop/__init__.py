@@ -6,9 +6,14 @@ The typed API; the command line is a thin layer over it. Names are loaded when t
 
 from __future__ import annotations
 
+import os
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+# Before PyTorch is loaded: threads that spin for long while they wait take the cores from whoever has work, which makes
+# steps ten times slower on a shared machine; a short spin costs an idle one hardly anything (docs/experiments.md).
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 if TYPE_CHECKING:
     from draftloop.api import (

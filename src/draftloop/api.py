@@ -33,7 +33,7 @@ from draftloop.supervise.responses import Prepared, prepare_trunks
 from draftloop.target.load import load_target
 from draftloop.target.model import Target
 from draftloop.train.job import train
-from draftloop.train.material import SPLITS, answer_split, begin_run, find_run, load_recipe_target, read_splits
+from draftloop.train.material import SPLITS, alone, answer_split, begin_run, find_run, load_recipe_target, read_splits
 
 Ask = str | Sequence[Mapping[str, Any]]
 
@@ -162,9 +162,10 @@ def prepare(recipe: Recipe, *, out: Path | None = None, quiet: bool = False) -> 
     found = find_run(recipe, folder)
     prompts = read_splits(recipe)
     target = load_recipe_target(recipe.target)
-    if found is None:
-        begin_run(recipe, folder)
-    return {name: answer_split(recipe, target, prompts[name], name, folder, quiet=quiet) for name in SPLITS}
+    with alone(folder):
+        if found is None:
+            begin_run(recipe, folder)
+        return {name: answer_split(recipe, target, prompts[name], name, folder, quiet=quiet) for name in SPLITS}
 
 
 def evaluate(
@@ -210,6 +211,7 @@ def evaluate(
             raise InputError(
                 "a walk is exact at temperature 0 only", fix="Decode for real (--decode) at other temperatures."
             )
+        target.check_length(max_new_tokens + 1)
         data = DataPart(
             max_prompt_tokens=max(1, target.context_limit - max_new_tokens),
             template_kwargs=dict(template_kwargs or {}),
@@ -217,6 +219,13 @@ def evaluate(
         )
         name = "-".join(Path(str(p)).stem.replace(":", "-") for p in prompts)[:80]
         trunks = prepare_trunks(target, read, data, folder / f"{name}.jsonl", seed=seed, greedy=True, advance=advance)
+        if trunks.too_long:
+            raise InputError(
+                f"{len(trunks.too_long)} prompts with {max_new_tokens} new tokens do not fit into the target's"
+                f" context of {target.context_limit} tokens",
+                where=trunks.too_long[0],
+                fix="Lower max_new_tokens, or leave these prompts out.",
+            )
         store = FeatureStore(target, served.spec.target_layers, 0)
         return Evaluation(acceptance(walk(served, [Lesson(t) for t in trunks.trunks], store)), "walk", None)
     requests = _requests(target, [list(p.question) for p in read], template_kwargs or {}, read)

@@ -21,10 +21,7 @@ import typer
 from rich.console import Console
 
 from draftloop.core.errors import DraftloopError, EnvironmentFault, InputError
-
-# Before PyTorch is loaded: threads that spin for long while they wait take the cores from whoever has work, which makes
-# steps ten times slower on a shared machine; a short spin costs an idle one hardly anything (docs/experiments.md).
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+from draftloop.core.version import VERSION
 
 app = typer.Typer(
     name="draftloop",
@@ -46,11 +43,20 @@ Files = Annotated[list[str], typer.Option("--prompts", "-p", help="Prompt file, 
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python that comes with the checkpoint.")]
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"draftloop {VERSION}")
+        raise typer.Exit()
+
+
 @app.callback()
 def _settings(
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], typer.Option("--log-level", help="debug also shows tracebacks.")
     ] = "warning",
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
 ) -> None:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("draftloop").setLevel(log_level.upper())
@@ -71,7 +77,7 @@ def train(
 
     Killed or stopped, the same command goes on where it was. Example:
 
-        draftloop train recipes/draft-opd.yaml target.model=./my-model data.train=[traffic.jsonl] --out runs/mine
+        draftloop train recipes/draft-opd.yaml target.model=./my-model data.limit=500 --out runs/mine
     """
     from draftloop.recipe_file import load_recipe
     from draftloop.train.job import train as run
@@ -290,10 +296,14 @@ def _explain(error: Exception) -> tuple[str, int]:
     """One sentence on what happened, and the exit status."""
     if isinstance(error, DraftloopError):
         return str(error), error.exit_code
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    short = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+    if isinstance(error, MemoryError) or short:
         return "out of memory. Lower batch_size, or use a smaller target.", EnvironmentFault.exit_code
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "the disk is full. Free some space and run the same command again.", EnvironmentFault.exit_code
+    if isinstance(error, OSError) and error.filename is not None:
+        reason = f"{error.filename}: {error.strerror}. Check the path, and that it can be read and written."
+        return reason, EnvironmentFault.exit_code
     told = f"{type(error).__name__}: {error}"
     return f"our fault: {told}. `draftloop --log-level debug ...` shows where; please report it.", 1
 

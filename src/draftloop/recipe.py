@@ -45,6 +45,12 @@ class ResponsePart(Part):
     samples: int = Field(1, ge=1, description="answers per training prompt; more than one needs a temperature above 0")
     batch_size: int = Field(16, ge=1, description="prompts answered at a time")
 
+    @model_validator(mode="after")
+    def _check_samples(self) -> ResponsePart:
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError("several samples at temperature 0 are one and the same answer; raise the temperature")
+        return self
+
 
 class DataPart(Part):
     """Prompt files (JSON lines or Parquet; `prompt`, `messages`, `conversations` or `turns`)."""

@@ -58,6 +58,9 @@ for _name, _pattern, _first in _RESOLVERS:
         _class.add_implicit_resolver(_TAG + _name, re.compile(rf"^(?:{_pattern})$"), _first)
 
 
+_LARGEST = 20_000  # values
+
+
 @dataclass
 class Document:
     """A parsed YAML text.
@@ -103,6 +106,8 @@ def parse(text: str, where: str) -> Document:
 def _build(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], above: tuple[yaml.Node, ...], where: str) -> Any:
     """Turn a node into plain Python; `above` are the nodes that hold it."""
     place = f"{where}:{node.start_mark.line + 1}"
+    if len(lines) > _LARGEST:  # a few aliases of aliases can stand for billions of values
+        raise InputError("this is too large for a recipe", where=where, fix="Write the values out.")
     if any(node is outer for outer in above):
         raise InputError("this alias stands inside what it names", where=place, fix="Write the value out.")
     above = (*above, node)

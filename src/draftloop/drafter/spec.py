@@ -214,6 +214,13 @@ def spec_for(part: DrafterPart, target: Any) -> DrafterSpec:
             where="drafter.target_layers",
             fix=f"The target has layers 0 to {target.num_layers - 1}.",
         )
+    positions = int(getattr(config, "max_position_embeddings", None) or 2048)
+    if part.block_size > positions:
+        raise InputError(
+            f"a block of {part.block_size} is longer than the target's {positions} positions",
+            where="drafter.block_size",
+            fix="Use about 4 to 16.",
+        )
     mask = choose_mask_token(
         target.tokenizer,
         part.mask_token,
@@ -239,7 +246,7 @@ def spec_for(part: DrafterPart, target: Any) -> DrafterSpec:
         learned_mask=mask is None,
         rope_theta=float(rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0),
         norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
-        max_positions=int(getattr(config, "max_position_embeddings", None) or 2048),
+        max_positions=positions,
         made_for={"target": target.name, "target_fingerprint": target.fingerprint},
     )
 

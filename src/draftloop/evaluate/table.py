@@ -105,7 +105,8 @@ def _arm_sentence(arm: Arm, decoding: Decoding) -> str:
     cost = f"a round costs {arm.round_cost:.2f} plain steps and pays above tau {arm.break_even_tau:.2f}"
     if arm.speedup < 1.0:
         slower = f"SLOWDOWN: speculative decoding with {arm.name} is slower than plain decoding"
-        return f"{slower}, {arm.speedup:.2f}x ({rates}): {cost}, but tau is {arm.tau_pooled:.2f}."
+        but = f"but tau is {arm.tau_pooled:.2f} on the {decoding.prompts} prompts decoded"
+        return f"{slower}, {arm.speedup:.2f}x ({rates}): {cost}, {but}."
     return f"Speculative decoding with {arm.name} runs at {arm.speedup:.2f}x the speed of plain ({rates}): {cost}."
 
 

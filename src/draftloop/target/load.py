@@ -186,6 +186,13 @@ def _wrap(model: Any, tokenizer: Any, name: str) -> Target:
             where=name,
             fix="Give a decoder-only causal LM.",
         )
+    wide = getattr(config, "hidden_size", None) or head.weight.shape[1]
+    if wide != head.weight.shape[1]:
+        raise InputError(
+            f"the model's layers are {wide} wide and its head reads {head.weight.shape[1]}",
+            where=name,
+            fix="A drafter needs a target whose head reads its layers' own width.",
+        )
     readout = Readout(
         head.weight,
         head.bias,
@@ -224,7 +231,10 @@ def _context_limit(config: Any) -> int:
     bounds = [getattr(config, "max_position_embeddings", None), getattr(config, "sliding_window", None)]
     if rope.get("rope_type") == "longrope":  # beyond the original length, every key of the text would turn anew
         bounds.append(rope.get("original_max_position_embeddings"))
-    return min(bound for bound in [*bounds, 1 << 30] if bound)
+    # a window by any other name (keep_window_size, attention_window, ...) begins to matter at its length
+    told = config.to_dict() if hasattr(config, "to_dict") else {}
+    bounds += [told[key] for key in told if key.endswith(("window_size", "_window")) and key != "sliding_window"]
+    return min([1 << 30, *(bound for bound in bounds if isinstance(bound, int) and bound > 1)])
 
 
 def _check_finite(model: nn.Module, name: str) -> None:

@@ -69,6 +69,16 @@ def train(
         return folder
     began = time.monotonic()
     material = gather(found or recipe, folder, new=found is None, quiet=quiet)
+    try:
+        _run(material, began, say)
+    finally:
+        material.release()
+    return folder
+
+
+def _run(material: Material, began: float, say: Say) -> None:
+    """All stages, then the end; `began` = monotonic time at which this attempt began."""
+    folder = material.folder
     say(_size_up(material))
     material.read_ahead()
     say(cost_sheet([_cost(material, stage) for stage in material.recipe.stages]))
@@ -85,7 +95,6 @@ def train(
         )
     conclude(material, outcomes, delivered, earlier + time.monotonic() - began, say)
     write_report(folder)
-    return folder
 
 
 def with_weights(material: Material, tensors: dict[str, Tensor]) -> Any:
@@ -108,7 +117,10 @@ def _size_up(material: Material) -> str:
         chosen = part.init is None and part.mask_token is None
         why = "The target's vocabulary has no unused token, so the" if chosen else "The"
         lines.append(f"{why} drafted slots hold a learned mask vector instead of a token's embedding.")
-    told = [f"{len(p.trunks)} {name} responses ({sum(map(len, p.trunks)):,} tokens)" for name, p in parts.items()]
+    told = [
+        f"{len(part.trunks)} {name} responses ({sum(trunk.supervised for trunk in part.trunks):,} tokens)"
+        for name, part in parts.items()
+    ]
     lines.append("; ".join(told) + ".")
     dropped = sum(len(p.too_long) + len(p.too_short) for p in parts.values())
     if dropped:

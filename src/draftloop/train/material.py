@@ -5,11 +5,15 @@ Gathers the rooms below for the stages. Trains nothing.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
 import shutil
 import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,7 +22,7 @@ from typing import Any
 import torch
 
 from draftloop.core.errors import InputError
-from draftloop.core.files import fingerprint, write_json
+from draftloop.core.files import fingerprint, write_json, writing_fault
 from draftloop.core.version import VERSION
 from draftloop.data.overlap import Overlap, ngram_overlap
 from draftloop.data.prompts import Prompt, read_prompts, split
@@ -61,6 +65,14 @@ class Material:
     store: FeatureStore
     quiet: bool = False
     lessons: dict[str, list[Lesson]] = field(init=False)
+
+    def hold(self, lock: ExitStack) -> None:
+        """Keep the run directory to ourselves until `release`, or until nobody needs this any more."""
+        self._lock = weakref.finalize(self, lock.close)
+
+    def release(self) -> None:
+        """Let other processes into the run directory."""
+        self._lock()
 
     def __post_init__(self) -> None:
         self.lessons = {name: [Lesson(trunk) for trunk in part.trunks] for name, part in self.prepared.items()}
@@ -142,6 +154,28 @@ def find_run(recipe: Recipe, folder: Path, *, fresh: bool = False) -> Recipe | N
     )
 
 
+@contextmanager
+def alone(folder: Path) -> Iterator[ExitStack]:
+    """Hold a run directory (made where missing) against other processes, until the stack that is yielded closes.
+
+    Raises:
+        InputError: another process holds it.
+    """
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            handle = os.open(folder, os.O_RDONLY)
+        except OSError as error:
+            raise writing_fault(error, folder) from error
+        stack.callback(os.close, handle)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            fix = "Wait for it, stop it, or give another --out."
+            raise InputError("another process works in this directory", where=str(folder), fix=fix) from error
+        yield stack
+
+
 def begin_run(recipe: Recipe, folder: Path) -> None:
     """Make the run directory, without what an earlier run left there but for the target's answers."""
     (folder / "recipe.yaml").unlink(missing_ok=True)  # first: without it nobody takes up what is half removed
@@ -187,11 +221,14 @@ def gather(recipe: Recipe, folder: Path, *, new: bool, quiet: bool = False) -> M
         drafter = load_drafter(recipe.drafter.init, target, dtype=torch.float32)
     else:
         drafter = new_drafter(spec_for(recipe.drafter, target), target, recipe.seed)
-    if new:
-        begin_run(recipe, folder)
-    prepared = {name: answer_split(recipe, target, prompts[name], name, folder, quiet=quiet) for name in SPLITS}
-    store = FeatureStore(target, drafter.spec.target_layers, recipe.feature_memory_gb * 2**30)
-    return Material(recipe, folder, target, drafter, prompts, prepared, store, quiet)
+    with alone(folder) as lock:
+        if new:
+            begin_run(recipe, folder)
+        prepared = {name: answer_split(recipe, target, prompts[name], name, folder, quiet=quiet) for name in SPLITS}
+        store = FeatureStore(target, drafter.spec.target_layers, recipe.feature_memory_gb * 2**30)
+        material = Material(recipe, folder, target, drafter, prompts, prepared, store, quiet)
+        material.hold(lock.pop_all())
+    return material
 
 
 def load_recipe_target(part: TargetPart, dtype: str | None = None) -> Target:

@@ -160,7 +160,9 @@ class StageRun:
         steps = int(budget / each)
         if rolled:  # n steps need ceil(n / refresh_every) rollouts
             every = self.part.rollout.refresh_every
-            steps = max((n for n in range(steps) if n * each + -(-n // every) * rollout <= budget), default=1)
+            within = max((n for n in range(steps) if n * each + -(-n // every) * rollout <= budget), default=1)
+            # half the time goes into steps, whatever a rollout costs: a stage of rollouts alone would teach nothing
+            steps = max(within, int(budget / 2 / each))
         return max(self.part.evaluations, steps)
 
     def _update(self, steps: int) -> tuple[Learnt, float, float]:
