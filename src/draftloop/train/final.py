@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,23 +26,12 @@ from draftloop.evaluate.tau import Response, acceptance, paired
 from draftloop.evaluate.walk import walk
 from draftloop.train.material import Material, command, hardware, load_recipe_target, versions
 from draftloop.train.progress import Progress
+from draftloop.train.stage import StageOutcome
 
 
-class Outcome(Protocol):
-    """What is read of a stage's outcome."""
-
-    name: str
-    steps: int
-    labels: int
-    seconds: float
-    chosen_step: int
-    tau: float
-    tensors: dict[str, torch.Tensor]
-    validation: list[dict[str, float]]
-    splits: list[list[int]]
-
-
-def conclude(material: Material, outcomes: Sequence[Outcome], delivered: Outcome, seconds: float, say: Any) -> Path:
+def conclude(
+    material: Material, outcomes: Sequence[StageOutcome], delivered: StageOutcome, seconds: float, say: Any
+) -> Path:
     """Measure on the test prompts and write raw.jsonl and summary.json.
 
     Args:
@@ -112,7 +101,7 @@ def _length(material: Material) -> int:
     return recipe.evaluate.max_new_tokens or recipe.data.response.max_new_tokens
 
 
-def _decoding(material: Material, delivered: Outcome) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+def _decoding(material: Material, delivered: StageOutcome) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
     """Real decoding at batch 1, untrained and delivered drafter against plain."""
     wanted = _requests(material, material.recipe.evaluate.decode_prompts)
     if not wanted:
@@ -137,7 +126,7 @@ def _decoding(material: Material, delivered: Outcome) -> tuple[dict[str, Any] | 
     return found, [row for arm in arms for row in arm.rows]
 
 
-def _audit(material: Material, delivered: Outcome) -> Audit | None:
+def _audit(material: Material, delivered: StageOutcome) -> Audit | None:
     """Greedy equality in float32, on the very weights that were trained with."""
     wanted = [(prompt, request) for prompt, _, request in _requests(material, material.recipe.evaluate.audit_prompts)]
     if not wanted:
@@ -160,7 +149,9 @@ def _audit(material: Material, delivered: Outcome) -> Audit | None:
         )
 
 
-def _stage(material: Material, outcome: Outcome | None, responses: list[Response], delivered: bool) -> dict[str, Any]:
+def _stage(
+    material: Material, outcome: StageOutcome | None, responses: list[Response], delivered: bool
+) -> dict[str, Any]:
     part = next((s for s in material.recipe.stages if outcome is not None and s.name == outcome.name), None)
     fields = acceptance_fields(acceptance(responses))
     base: dict[str, Any] = {
