@@ -22,7 +22,7 @@ FLOORS = [
     {"supervise"},
     {"learn"},
     {"evaluate"},
-    {"train"},
+    {"train", "engines"},
     {"api"},
     {""},  # draftloop/__init__.py, the names of the API
     {"doctor", "quickstart"},

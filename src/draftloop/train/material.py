@@ -290,7 +290,7 @@ def answer_split(
 def command() -> str:
     """The command line of this process, as a user would type it."""
     name = Path(sys.argv[0]).name
-    return " ".join(["draftloop" if name in ("draftloop", "cli.py") else name, *sys.argv[1:]])
+    return " ".join(["draftloop" if name in ("draftloop", "__main__.py") else name, *sys.argv[1:]])
 
 
 def versions() -> dict[str, str]:

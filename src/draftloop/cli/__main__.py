@@ -1,0 +1,5 @@
+"""`python -m draftloop.cli`."""
+
+from draftloop.cli import main
+
+main()

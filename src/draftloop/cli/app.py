@@ -1,0 +1,69 @@
+"""The command line's frame: the application, and the options and helpers that several commands share.
+
+Each command registers itself on `app` in a file of its own. PyTorch is imported inside the commands, so that `--help`
+answers at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from draftloop.core.version import VERSION
+
+app = typer.Typer(
+    name="draftloop",
+    help="Train the draft model behind speculative decoding on its own mistakes; prove that decoding stays lossless.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit status: 0 done, 1 our fault, 2 your input, 3 the environment. Recipes: docs/recipe.md.",
+)
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Changes to the recipe, e.g. stages.0.optimiser.lr=3e-4 or data.limit=100.")
+]
+Out = Annotated[Path | None, typer.Option("--out", "-o", help="Run directory (default: the recipe's, else runs/NAME).")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output, and nothing else.")]
+TargetName = Annotated[str, typer.Option("--target", "-t", help="Checkpoint folder, hub id, or smollm2 (embedded).")]
+Files = Annotated[list[str], typer.Option("--prompts", "-p", help="Prompt file, or builtin:test; may be repeated.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python that comes with the checkpoint.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"draftloop {VERSION}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _settings(
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option("--log-level", help="debug also shows tracebacks.")
+    ] = "warning",
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("draftloop").setLevel(log_level.upper())
+    if log_level != "debug":
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def say(as_json: bool) -> Callable[[str], None]:
+    """How a command talks: to standard error when standard output is for JSON."""
+    return lambda text: print(text, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+
+def drafter_folder(path: Path) -> Path:
+    """A run directory stands for its drafter."""
+    return path / "drafter" if (path / "drafter" / "config.json").is_file() else path
