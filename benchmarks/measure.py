@@ -78,7 +78,7 @@ def training(
         labels = 0
         for _ in range(repeats):
             for chunk, step in steps.items():
-                took, peak, labels = _watched(step, target.device)
+                took, peak, labels = watched(step, target.device)
                 seconds[chunk].append(took)
                 peaks[chunk] += [peak] if peak is not None else []
         base = statistics.median(seconds[512])
@@ -158,7 +158,7 @@ def _step(
     return step
 
 
-def _watched(step: Callable[[], int], device: torch.device) -> tuple[float, int | None, int]:
+def watched(step: Callable[[], int], device: torch.device) -> tuple[float, int | None, int]:
     """Seconds of a step, the bytes by which memory rose above where it stood, and the labels."""
     labels = 0
 

@@ -16,6 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import bench_results
+import parity_results
+
 from draftloop.evaluate.tau import Response, acceptance, paired
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,7 +28,8 @@ RUN_KEYS = (
     "name", "command", "versions", "hardware", "target", "drafter", "delivered", "seconds", "decoding", "audit",
 )  # fmt: skip
 STAGE_KEYS = ("name", "start", "cells", "steps", "labels", "seconds", "chosen_step", "split")
-README_STAGES = ("untrained", "sft", "draft-opd", "sft-continued")
+README_STAGES = ("untrained", "sft", "specopd", "draft-opd", "sft-continued")
+STUDIES = ("quickstart", "specopd")  # results/NAME.json; a run belongs to the study that its name begins with
 OPEN, SHUT = "<!-- results: derived by benchmarks/results.py -->\n", "<!-- /results -->\n"
 MARK = "<!-- derived by benchmarks/results.py; do not edit below -->\n"
 
@@ -36,7 +40,9 @@ def take(runs: list[Path]) -> None:
     for run in runs:
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
         head = {"kind": "run", **{key: summary[key] for key in RUN_KEYS}}
-        head["command"] = re.sub(r"--out \S*/", "--out runs/", head["command"])  # not the folders of one machine
+        # not the folders of one machine
+        head["command"] = re.sub(r"--out \S*/\S+", f"--out runs/{run.name}", head["command"])
+        head["command"] = re.sub(r"=/\S*/(?=[^/\s])", "=", head["command"])
         stages = [{"kind": "stage", **{key: stage[key] for key in STAGE_KEYS}} for stage in summary["stages"]]
         rows = (run / "raw.jsonl").read_text(encoding="utf-8")
         name = f"{run.name}.jsonl"
@@ -57,14 +63,16 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, li
 
 def derive() -> dict[Path, str]:
     """Every derived file's text."""
-    runs = {path.stem: read(path) for path in sorted(RAW.glob("*.jsonl"))}
-    out: dict[Path, str] = {}
+    others = ("parity-", "bench-")
+    runs = {path.stem: read(path) for path in sorted(RAW.glob("*.jsonl")) if not path.name.startswith(others)}
+    out = parity_results.derived() | bench_results.derive()
     tables = []
-    found = {}
+    found: dict[str, dict[str, Any]] = {study: {} for study in STUDIES}
     for name, (head, stages, arms) in runs.items():
         if name.startswith("ablations-"):
             continue
-        found[name] = {
+        study = next(study for study in STUDIES if name.startswith(study))
+        found[study][name] = {
             "hardware": head["hardware"],
             "versions": head["versions"],
             "command": head["command"],
@@ -74,15 +82,19 @@ def derive() -> dict[Path, str]:
             "lossless": head["audit"]["equal"] if head["audit"] else None,
         }
         tables.append(_run_table(name, head, stages, arms))
-    out[ROOT / "results" / "quickstart.json"] = _json(found)
+    out |= {ROOT / "results" / f"{study}.json": _json(part) for study, part in found.items()}
     ablations = {name: run for name, run in runs.items() if name.startswith("ablations-")}
     if ablations:
-        study = _ablations(ablations)
-        out[ROOT / "results" / "ablations.json"] = _json(study)
-        tables.append(_ablation_table(study))
+        arms_of_seeds = _ablations(ablations)
+        out[ROOT / "results" / "ablations.json"] = _json(arms_of_seeds)
+        tables.append(_ablation_table(arms_of_seeds))
+    if served := bench_results.table():
+        tables.append("## A running server under load\n\n" + served)
+    if agreed := parity_results.table():
+        tables.append("## Parity with vLLM\n\n" + agreed)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     before, rest = readme.split(OPEN)
-    out[ROOT / "README.md"] = before + OPEN + _readme(found) + SHUT + rest.split(SHUT)[1]
+    out[ROOT / "README.md"] = before + OPEN + _readme(found["quickstart"]) + SHUT + rest.split(SHUT)[1]
     page = PAGE.read_text(encoding="utf-8").split(MARK)[0]
     out[PAGE] = page + MARK + "\n" + "\n".join(tables)
     return out
@@ -99,7 +111,10 @@ def _readme(found: dict[str, Any]) -> str:
         machine = run["hardware"].get("gpu") or f"{run['hardware']['threads']} CPU cores"
         taus = []
         for name in README_STAGES:
-            stage = run["stages"][name]
+            stage = run["stages"].get(name)
+            if stage is None:
+                taus.append("")
+                continue
             low, high = stage["interval"]
             taus.append(f"{stage['tau_pooled']:.2f}" + (f" ({low:.2f} to {high:.2f})" if high > low else ""))
         arm = run["decoding"]["arms"][-1]

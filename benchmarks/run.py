@@ -1,7 +1,8 @@
 """The benchmarks: `make bench`, or `python benchmarks/run.py --help`.
 
 (a) plain and speculative decoding side by side; (b) training step time and peak memory by `objective.chunk`; (c) packed
-drafting from N anchors against N single cached drafts. Prints tables; `--out` writes the raw rows. Judges nothing.
+drafting from N anchors against N single cached drafts; (d) packed scoring of branches against one forward for each;
+(e) the E2E-TV loss, chunked against eager. Prints tables; `--out` writes the raw rows. Judges nothing.
 """
 
 from __future__ import annotations
@@ -13,24 +14,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from losses import losses
 from measure import Row, decoding, drafting, training
 from rich.console import Console
 from rich.table import Table
+from scoring import random_qwen3, scoring
 
 from draftloop.core.draws import key_of
 from draftloop.core.errors import DraftloopError
 from draftloop.core.files import write_json
 from draftloop.data.chat import encode_prompt
 from draftloop.data.prompts import read_prompts
-from draftloop.decode.trace import Request
+from draftloop.decode.loop import decode
+from draftloop.decode.trace import Options, Request
 from draftloop.drafter.build import new_drafter
 from draftloop.drafter.spec import spec_for
-from draftloop.formats.zlab import load_drafter
+from draftloop.formats.load import load_drafter
 from draftloop.recipe import DrafterPart
 from draftloop.target.load import load_target
 from draftloop.train.material import command, hardware, versions
 
-PARTS = ("decode", "train", "draft")
+PARTS = ("decode", "train", "draft", "score", "loss")
 COLUMNS: dict[str, tuple[tuple[str, str, str], ...]] = {  # of a table: title, key of the row, format
     "decode": (("batch", "batch_size", "d"), ("arm", "arm", "s"), ("tokens/s", "tokens_per_s", ".1f"),
                ("ms/round", "ms_per_round", ".2f"), ("round cost", "round_cost", ".2f"), ("tau", "tau", ".2f"),
@@ -40,11 +44,18 @@ COLUMNS: dict[str, tuple[tuple[str, str, str], ...]] = {  # of a table: title, k
               ("peak MiB", "peak_mib", ".0f")),
     "draft": (("anchors", "anchors", "d"), ("packed ms", "packed_ms", ".2f"), ("single ms", "single_ms", ".2f"),
               ("single/packed", "ratio", ".1f")),
+    "score": (("target", "target", "s"), ("trunk", "text", "d"), ("branches", "branches", "d"),
+              ("way", "way", "s"), ("ms", "ms", ".1f"), ("to 1", "to_packed", ".2f"),
+              ("to 2", "to_packed_keep", ".2f"), ("gap", "gap", ".0e")),
+    "loss": (("rows", "rows", "d"), ("way", "way", "s"), ("ms", "ms", ".1f"), ("to chunked", "to_chunked", ".2f"),
+             ("peak MiB", "peak_mib", ".0f"), ("gradient gap", "gap", ".0e")),
 }  # fmt: skip
 TITLES = {
     "decode": "Decoding, greedy, prefill left out; round cost = the tau above which speculation pays",
     "train": "Training step; peak = memory above where it stood before the step",
     "draft": "Drafting from N anchors of one text",
+    "score": "Scoring branches of 8 tokens on one trunk; to 1 = times the first way; gap to (3), of the logits",
+    "loss": "E2E-TV and its gradient from hidden rows, whole vocabulary; eager = plain autograd on all logits",
 }
 
 
@@ -80,7 +91,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="CPU threads; default: all cores")
     parser.add_argument("--prompts", type=int, default=8, help="prompts decoded and trained on (default 8)")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="longest answer (default 64)")
-    parser.add_argument("--repeats", type=int, default=5, help="measured steps of (b) and drafts of (c) (default 5)")
+    parser.add_argument("--repeats", type=int, default=5, help="measured turns of (b), (c) and (d) (default 5)")
     parser.add_argument("--out", type=Path, help="write raw rows, command, versions and hardware to this JSON file")
     options = parser.parse_args(arguments)
     for name in ("prompts", "repeats"):
@@ -127,6 +138,18 @@ def measure(options: argparse.Namespace, target: Any, drafter: Any) -> list[Row]
     if "draft" in options.parts:
         length, counts = (32, (4, 8)) if options.quick else (512, (16, 64, 256))
         rows += drafting(target, drafter, length=length, counts=counts, repeats=options.repeats)
+    if "score" in options.parts:
+        branches = 4 if options.quick else 32
+        for length in (24,) if options.quick else (512, 1024):
+            text = [(i * 7919 + 13) % 1024 for i in range(length)]
+            rows += scoring(random_qwen3(2 * length, options.quick), "random Qwen3", text,
+                            branches=branches, width=8, repeats=options.repeats)  # fmt: skip
+        asked, answer = requests[0], 250 - len(requests[0].ids) if not options.quick else longest
+        (made,) = decode(target, None, [asked], Options(max(longest, answer)))
+        rows += scoring(target, str(options.target), [*asked.ids, *made.tokens], branches=branches, width=8,
+                        repeats=options.repeats)  # fmt: skip
+    if "loss" in options.parts:
+        rows += losses(target, counts=(4,) if options.quick else (16, 64), width=8, repeats=options.repeats)
     return rows
 
 

@@ -164,7 +164,7 @@ def test_recipe_missing(train, tmp_path):
         ("stages.0.optimiser.lr=.nan", ["stages.0.optimiser.lr"]),
         ("stages.0.steps=null", ["'s'", "no end", "steps or minutes"]),
         ("stages=[]", ["no stages"]),
-        ("stages.0.objective.kind=draft_opd", ["draft_opd", "proposals: recorded or redraft"]),
+        ("stages.0.objective.kind=draft_opd", ["draft_opd", "proposals: sampled, recorded or redraft"]),
         ("stages.0.proposals=recorded", ["recorded", "anchors: rollout"]),
         ("stages.0.start=sfd", ["sfd", "no earlier stage"]),
         ("schema=2", ["schema 2"]),

@@ -42,7 +42,9 @@ def test_every_command_of_the_readme_exists(capsys):
     assert named <= known
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/results.md", "docs/experiments.md", "docs/decisions.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/results.md", "docs/experiments.md", "docs/decisions.md", "docs/engines.md"]
+)
 def test_links_lead_somewhere(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     for link in re.findall(r"\]\((?!https?://)([^)#]+)", text):

@@ -16,7 +16,9 @@ from draftloop.core.errors import InputError
 from draftloop.drafter.build import for_decoding, new_drafter
 from draftloop.drafter.dflash import DFlash
 from draftloop.drafter.spec import choose_mask_token, spec_for, stand_in
-from draftloop.formats.zlab import load_drafter, published_shapes, save_drafter
+from draftloop.formats.load import load_drafter
+from draftloop.formats.tensors import published_shapes
+from draftloop.formats.zlab import save_drafter
 from draftloop.recipe import DrafterPart, OptimiserPart
 from draftloop.recipe_file import load_recipe
 from draftloop.train import checkpoint, job

@@ -22,7 +22,9 @@ from draftloop.drafter.build import for_decoding
 from draftloop.drafter.dflash import DFlash
 from draftloop.drafter.spec import DrafterSpec
 from draftloop.formats import zlab
-from draftloop.formats.zlab import load_drafter, published_shapes, save_drafter
+from draftloop.formats.load import load_drafter
+from draftloop.formats.tensors import published_shapes
+from draftloop.formats.zlab import save_drafter
 from draftloop.target.load import load_target
 from tests.tiny import tiny_drafter, tiny_model, tiny_target
 
@@ -339,6 +341,7 @@ def test_spec_matters_to_what_is_drafted(tmp_path):
             "transformers_version": "4.57.1",
             "draft_vocab_size": 20,
         },
+        {"eagle_aux_hidden_state_layer_ids": [2, 5, 8]},
         {"nested__mask_token": "<|MASK|>", "target_hidden_size": 6, "logit_scale": 1.0},
     ],
 )
@@ -452,8 +455,12 @@ def test_a_copy_of_the_targets_own_tensors(tmp_path, name):
         ({"architectures": ["Qwen3ForCausalLM"]}, ["Qwen3ForCausalLM", "not read yet"]),
         ({"architectures": None}, ["architectures is missing"]),
         ({"architectures": "DFlashDraftModel"}, ["architectures"]),
-        ({"speculators_model_type": "dflash"}, ["speculators", "not read yet"]),
-        ({"architectures": ["DFlashSpeculator"], "speculators_config": {}}, ["speculators"]),
+        ({"speculators_model_type": "dflash"}, ["transformer_layer_config is missing"]),
+        ({"architectures": ["DFlashSpeculator"], "speculators_config": {}}, ["speculators_model_type is missing"]),
+        ({"architectures": ["Qwen3DSparkModel"]}, ["DSpark", "Markov", "not read yet"]),
+        ({"speculators_model_type": "eagle3"}, ["EAGLE-3", "not read yet"]),
+        ({"is_causal": False, "nested__causal": True}, ["is_causal is false", "dflash_config.causal is true"]),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 4, 7]}, ["[1, 4, 7] are not one more", "[1, 4, 7]"]),
         ({"model_type": "llama"}, ["model_type is 'llama'"]),
         ({"dflash_config": None}, ["dflash_config is missing"]),
         ({"dflash_config": 3}, ["dflash_config is missing or no object"]),
@@ -537,11 +544,6 @@ def test_pickles_are_not_read(saved):
 def test_a_pickle_by_another_name_is_not_read(saved):
     torch.save({}, saved / "model.safetensors")
     refused(saved, "pickle")
-
-
-def test_a_learned_mask_vector_is_refused(saved):
-    (saved / "mask_embedding.pt").write_bytes(b"\x80\x04.")
-    refused(saved, "learned mask vector", "mask_embedding.pt")
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, 0.5, -1])

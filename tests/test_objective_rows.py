@@ -19,7 +19,7 @@ from draftloop.core.law import Readout
 from draftloop.objective import rows
 from draftloop.objective.rows import Kind, row_values
 
-KINDS: tuple[Kind, ...] = ("ce", "forward_kl", "reverse_kl", "overlap")
+KINDS: tuple[Kind, ...] = ("ce", "forward_kl", "reverse_kl", "overlap", "nla")
 
 
 def brute_force(kind: Kind, z: Tensor, y: Tensor, labels: Tensor, temperature: float) -> list[float]:
@@ -36,6 +36,7 @@ def brute_force(kind: Kind, z: Tensor, y: Tensor, labels: Tensor, temperature: f
                 "forward_kl": lambda pairs=pairs: sum(a * math.log(a / b) for a, b in pairs),
                 "reverse_kl": lambda pairs=pairs: sum(b * math.log(b / a) for a, b in pairs if b > 0),
                 "overlap": lambda pairs=pairs: sum(min(a, b) for a, b in pairs),
+                "nla": lambda pairs=pairs: -math.log(sum(min(a, b) for a, b in pairs)),
             }[kind]()
         )
     return out
@@ -50,7 +51,8 @@ def eager(kind: Kind, z: Tensor, y: Tensor, labels: Tensor, temperature: float) 
         return (p * (p / q).log()).sum(-1)
     if kind == "reverse_kl":
         return (q * (q / p).log()).sum(-1)
-    return torch.minimum(p, q).sum(-1)
+    alpha = torch.minimum(p, q).sum(-1)
+    return -alpha.log() if kind == "nla" else alpha
 
 
 def case(
@@ -168,7 +170,7 @@ def test_one_token_vocabulary(kind: Kind) -> None:
     assert torch.autograd.grad(found.sum(), student)[0].abs().max() == 0
 
 
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "overlap"])
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "overlap", "nla"])
 def test_equal_laws_are_an_optimum(kind: Kind) -> None:
     student, head, inputs = case(6, 5, 40)
     found = row_values(kind, student, head, teacher=student.detach())
@@ -188,8 +190,8 @@ def test_extreme_logits_stay_finite(kind: Kind) -> None:
     (gradient,) = torch.autograd.grad(found.sum(), student)
     assert bool(found.isfinite().all())
     assert bool(gradient.isfinite().all())
-    limits = {"ce": (6e4, 0.0), "forward_kl": (6e4, 0.0), "reverse_kl": (6e4, 0.0), "overlap": (0.0, 1.0)}
-    assert found[:2].tolist() == list(limits[kind])
+    wanted = {"overlap": [0.0, 1.0], "nla": [6e4 - math.log(2), 0.0]}.get(kind, [6e4, 0.0])
+    assert found[:2].tolist() == pytest.approx(wanted)
 
 
 def test_values_are_by_definition_and_not_each_other() -> None:
@@ -227,7 +229,7 @@ def reduced() -> tuple[Tensor, Readout, dict[str, Any]]:
     )
 
 
-@pytest.mark.parametrize("kind", ["ce", "reverse_kl", "overlap"])
+@pytest.mark.parametrize("kind", ["ce", "reverse_kl", "overlap", "nla"])
 def test_reduced_vocabulary_is_exact(kind: Kind) -> None:
     student, head, inputs = reduced()
     z, y = head.logits(student).detach(), inputs["teacher_readout"].logits(inputs["teacher"])  # z holds -inf
@@ -327,6 +329,8 @@ def test_misuse_is_named() -> None:
         row_values("overlap", student, head, labels=inputs["labels"])
     with pytest.raises(DraftloopError, match="5 drafter rows but 4"):
         row_values("forward_kl", student, head, teacher=inputs["teacher"][:4])
+    with pytest.raises(DraftloopError, match="nla has no temperature 0"):
+        row_values("nla", student, head, teacher=inputs["teacher"], temperature=0.0)
     narrow = Readout(head.weight[:3], support=torch.arange(3), vocab_size=13)
     with pytest.raises(DraftloopError, match="whole vocabulary"):
         row_values("forward_kl", student, narrow, teacher=inputs["teacher"])

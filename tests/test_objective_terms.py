@@ -16,7 +16,7 @@ from torch import Tensor
 from draftloop.core.blocks import Blocks
 from draftloop.core.errors import DraftloopError
 from draftloop.core.law import Readout
-from draftloop.objective.rows import Kind, row_values
+from draftloop.objective.rows import Kind, Overlap, row_values
 from draftloop.objective.terms import Term, denominators, loss, needs_teacher, split, split_counts, terms
 from draftloop.recipe import ObjectivePart
 
@@ -359,7 +359,7 @@ def test_split_counts() -> None:
 class _Product(Term):
     """1 - product of the block's values: positions act on each other."""
 
-    def numerator(self, values: Tensor) -> Tensor:
+    def numerator(self, values: Tensor, overlap: Overlap | None = None) -> Tensor:
         return (1 - torch.where(self.weight > 0, values, 1.0).prod(-1)).sum()
 
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from draftloop.core.errors import InputError
-from draftloop.recipe import ObjectivePart, Part, Recipe, StagePart
+from draftloop.recipe import ObjectivePart, Part, Recipe, Source, StagePart
 from draftloop.recipe_file import dump_recipe, load_recipe, recipe_differences, recipe_fingerprint, resolved
 from draftloop.recipe_reference import _options, item_of, section_of
 from draftloop.recipe_yaml import dump, parse
@@ -216,7 +216,10 @@ def test_mistakes_in_the_file(tmp_path, extra, parts):
         ("stages.0.steps=1.0", ["cannot be 1.0"]),
         ("stages.0.steps=true", ["cannot be true"]),
         ("stages.0.steps='3'", ["cannot be '3'"]),
-        ("stages.0.method=[sft]", ["`stages.0.method` cannot be a list", "sft, off-policy-kl, draft-opd or custom"]),
+        (
+            "stages.0.method=[sft]",
+            ["`stages.0.method` cannot be a list", "sft, off-policy-kl, overlap, draft-opd, specopd or custom"],
+        ),
         ("stages.0.optimiser.lr=.nan", ["cannot be nan", "a number above 0"]),
         ("stages.0.optimiser.lr=inf", ["cannot be inf"]),
         ("stages.0.objective.decay=.nan", ["cannot be nan"]),
@@ -315,7 +318,8 @@ _TRICKY = st.sampled_from(
 _CELLS = [
     {"trunks": trunks, "anchors": anchors, "proposals": proposals}
     for trunks, anchors, proposals in itertools.product(
-        *(get_args(StagePart.model_fields[name].annotation) for name in ("trunks", "anchors", "proposals"))
+        *(get_args(StagePart.model_fields[name].annotation) for name in ("trunks", "anchors")),
+        (*get_args(Source), {"trunk": 0.5, "sampled": 1.0}),
     )
     if (anchors != "rollout" or trunks == "rollout") and (proposals != "recorded" or anchors == "rollout")
 ]
@@ -369,14 +373,21 @@ def recipes(draw) -> Recipe:
     given_ = draw(_part(Recipe))
     if given_["data"]["response"]["temperature"] == 0:
         given_["data"]["response"]["samples"] = 1  # more would be the same answer again
+    if given_["data"]["response"]["server"] is None:
+        given_["data"]["response"] |= {"server_model": None, "server_key_env": None}
     given_["stages"] = []
     for position in range(draw(st.integers(0, 2))):
         stage = draw(_part(StagePart)) | draw(st.sampled_from(_CELLS))
         stage["name"] += f"-{position}"
         stage["method"] = draw(st.sampled_from(get_args(StagePart.model_fields["method"].annotation)))
         stage["start"] = draw(st.sampled_from(["previous", "init", *(other["name"] for other in given_["stages"])]))
-        if stage["proposals"] == "trunk" and stage["objective"]["kind"] == "draft_opd":
-            stage["objective"]["kind"] = "reverse_kl"
+        objective = stage["objective"]
+        if objective["kind"] not in ("tv", "e2e_tv"):
+            objective["temperature"] += 0.5  # 0 is for these two
+        if stage["proposals"] == "trunk" and objective["kind"] == "draft_opd":
+            objective["kind"] = "reverse_kl"
+        if "sampled" in stage["proposals"] and objective["accepted"] == "ce":
+            objective["correction"] = False  # a sampled branch has no correction token
         given_["stages"].append(stage)
     return Recipe.model_validate(given_)
 
@@ -443,7 +454,7 @@ def test_assignment_is_checked_and_keeps_the_rest():
         stage.steps = 0
 
 
-@pytest.mark.parametrize("name", ["sft", "draft-opd"])
+@pytest.mark.parametrize("name", ["sft", "draft-opd", "specopd"])
 def test_committed_recipes(name):
     recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml")
     assert recipe.stages

@@ -19,7 +19,7 @@ from draftloop.core.errors import EnvironmentFault, InputError
 from draftloop.core.files import sha256_file, write_text
 from draftloop.evaluate.tau import Response, acceptance
 from draftloop.evaluate.walk import walk
-from draftloop.formats.zlab import load_drafter
+from draftloop.formats.load import load_drafter
 from draftloop.recipe_file import load_recipe
 from draftloop.train import checkpoint, job
 from draftloop.train.job import train

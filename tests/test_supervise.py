@@ -154,7 +154,9 @@ def test_teacher_rows_of_trunk_proposals_are_plain_rows(kind):
     lessons = [*here.lessons(), two_turns(here)]
     found = scored(stage(method="off-policy-kl", anchors="all"), lessons, here.drafters["half"], here)
     assert found.teacher is not None
-    assert torch.equal(found.labels, found.blocks.tokens)
+    valid = found.blocks.valid
+    assert torch.equal(found.labels[valid], found.blocks.tokens[valid])
+    assert bool((found.labels[~valid] == -1).all())  # no label is known there
     plain = [plain_hidden(here.target, lesson.trunk.tokens) for lesson in lessons]
     assert len(found.blocks.row) == sum(len(lesson.anchors()) for lesson in lessons)
     for i, k in found.blocks.valid.nonzero().tolist():
@@ -610,7 +612,7 @@ def test_a_rollout_is_decoding_with_those_options(rule):
         request = Request(trunk.prompt, key_of(f"{trunk.id}#0"), 3)
         (made,) = decode(here.target, drafter, [request], Options(8, Sampling(0.8), rule, seed=5))
         assert lesson.trunk == replace(trunk, tokens=lesson.trunk.tokens, mask=lesson.trunk.mask, sample=3,
-                                       finished=made.finished)  # fmt: skip
+                                       finished=made.finished, drawn=Sampling(0.8))  # fmt: skip
         assert lesson.trunk.tokens == (*trunk.prompt, *made.tokens)
         assert [replace(s, log_q=()) for s in lesson.steps] == [replace(s, log_q=()) for s in made.steps]
     drawn = [score for lesson in lessons for step in lesson.steps for score in step.log_q]

@@ -147,16 +147,20 @@ def test_attention_that_misreads_the_mask_is_refused(way):
     assert f"attends by `{way}`" in complaint(tiny_model("llama", attn_implementation=way))
 
 
-def test_layers_that_are_not_full_attention_are_refused():
-    sliding = tiny_model("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=2)
-    assert "['sliding_attention']" in complaint(sliding)
+def test_layers_that_cannot_be_scored_exactly_are_refused():
     hybrid = tiny_model("qwen3")
     hybrid.config.layer_types = ["full_attention", "linear_attention"] * 2
-    assert "['linear_attention']" in complaint(hybrid)
+    assert "['linear_attention'], which we cannot score yet: we lack a recurrent state for every" in complaint(hybrid)
+    hybrid.config.layer_types = ["full_attention", "quantum_attention"] * 2
+    assert "['quantum_attention']" in complaint(hybrid)
+    sliding = tiny_model("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=2)
+    sliding.config.sliding_window = None
+    assert "names no `sliding_window`" in complaint(sliding)
 
 
 def test_the_limit_is_where_exactness_ends():
-    assert tiny_target("mistral", sliding_window=9).context_limit == 9
+    assert tiny_target("mistral", sliding_window=9).context_limit == 256, "windows are scored exactly"
+    assert tiny_target("llama", sliding_window=9).family.kinds == {"full_attention"}, "nobody there reads it"
     from transformers import Phi3Config, Phi3ForCausalLM
 
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}

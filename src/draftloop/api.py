@@ -22,10 +22,12 @@ from draftloop.decode.loop import decode, rounds
 from draftloop.decode.trace import Generation, Options, Request
 from draftloop.drafter.build import for_decoding
 from draftloop.evaluate import audit as _audit
+from draftloop.evaluate.offline import offline
 from draftloop.evaluate.speed import compare
-from draftloop.evaluate.tau import Acceptance, acceptance
+from draftloop.evaluate.tau import Acceptance, Paired, acceptance, paired
 from draftloop.evaluate.walk import responses_of, walk
-from draftloop.formats.zlab import load_drafter, save_drafter
+from draftloop.formats.load import load_drafter
+from draftloop.formats.zlab import save_drafter
 from draftloop.recipe import DataPart, Recipe, ResponsePart
 from draftloop.recipe_file import load_recipe
 from draftloop.supervise.lesson import FeatureStore, Lesson
@@ -73,13 +75,15 @@ class Evaluation:
 
     Attributes:
         acceptance: tau in both definitions, by set and position.
-        how: `walk` (fixed greedy trunks) or `decode`.
-        speed: plain and speculative tokens per second, round cost; None for a walk.
+        how: `walk` (fixed greedy trunks), `offline` (fixed trunks at any temperature) or `decode`.
+        speed: plain and speculative tokens per second, round cost; None where nothing was decoded.
+        against: the further drafters of an offline evaluation: acceptance, and how it differs from the first one's.
     """
 
     acceptance: Acceptance
-    how: Literal["walk", "decode"]
+    how: Literal["walk", "offline", "decode"]
     speed: dict[str, Any] | None
+    against: tuple[tuple[Acceptance, Paired], ...] = ()
 
 
 def generate(
@@ -174,9 +178,12 @@ def evaluate(
     prompts: Sequence[str],
     *,
     folder: Path,
-    how: Literal["walk", "decode"] = "walk",
+    how: Literal["walk", "offline", "decode"] = "walk",
+    against: Sequence[Any] = (),
     max_new_tokens: int = 128,
     temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
     rule: Literal["match", "ratio"] = "match",
     batch_size: int = 1,
     limit: int | None = None,
@@ -190,11 +197,16 @@ def evaluate(
         target: from `load_target`.
         drafter: from `load_drafter`, bound to the target.
         prompts: prompt files (or `builtin:test`).
-        folder: where greedy trunks are kept, so that the next drafter is evaluated in seconds.
-        how: `walk` walks fixed greedy trunks (temperature 0, exact, fast); `decode` decodes for real and is timed.
+        folder: where the target's answers are kept, so that the next drafter is evaluated in seconds.
+        how: `walk` walks fixed greedy trunks (temperature 0, exact, fast); `offline` averages over what decoding would
+            do on answers drawn once at the temperature (exact given the answers, fast); `decode` decodes for real and
+            is timed.
+        against: further drafters, compared with the first on the same answers (`offline` only).
         max_new_tokens: length limit.
-        temperature: of real decoding.
-        rule: of real decoding.
+        temperature: of the target; a walk's is 0.
+        top_k: 0 = all.
+        top_p: 1 = all.
+        rule: how drafts are verified at a temperature above 0.
         batch_size: of real decoding.
         limit: use at most this many prompts.
         seed: of the keyed draws.
@@ -202,23 +214,30 @@ def evaluate(
         advance: called with (done, in all).
 
     Raises:
-        InputError: a walk at a temperature above 0, or prompts that cannot be used.
+        InputError: a walk at a temperature above 0, drafters to compare without `offline`, or prompts that cannot be
+            used.
     """
+    if against and how != "offline":
+        raise InputError("several drafters are compared offline only", fix='Use how="offline" (--offline).')
+    sampling = Sampling(temperature, top_k, top_p)
+    if how == "walk" and not sampling.greedy:
+        raise InputError(
+            "a walk is exact at temperature 0 only",
+            fix="Evaluate offline (--offline) or decode for real (--decode) at other temperatures.",
+        )
     read = read_prompts(list(prompts), Path("."), limit)
     served = for_decoding(drafter, target)
-    if how == "walk":
-        if temperature:
-            raise InputError(
-                "a walk is exact at temperature 0 only", fix="Decode for real (--decode) at other temperatures."
-            )
+    if how != "decode":
         target.check_length(max_new_tokens + 1)
         data = DataPart(
             max_prompt_tokens=max(1, target.context_limit - max_new_tokens),
             template_kwargs=dict(template_kwargs or {}),
-            response=ResponsePart(max_new_tokens=max_new_tokens),
+            response=ResponsePart(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p),
         )
         name = "-".join(Path(str(p)).stem.replace(":", "-") for p in prompts)[:80]
-        trunks = prepare_trunks(target, read, data, folder / f"{name}.jsonl", seed=seed, greedy=True, advance=advance)
+        if how == "offline":
+            name += f"-t{temperature:g}-k{top_k}-p{top_p:g}"
+        trunks = prepare_trunks(target, read, data, folder / f"{name}.jsonl", seed=seed, advance=advance)
         if trunks.too_long:
             raise InputError(
                 f"{len(trunks.too_long)} prompts with {max_new_tokens} new tokens do not fit into the target's"
@@ -226,21 +245,26 @@ def evaluate(
                 where=trunks.too_long[0],
                 fix="Lower max_new_tokens, or leave these prompts out.",
             )
-        store = FeatureStore(target, served.spec.target_layers, 0)
-        return Evaluation(acceptance(walk(served, [Lesson(t) for t in trunks.trunks], store)), "walk", None)
+        if how == "walk":
+            store = FeatureStore(target, served.spec.target_layers, 0)
+            return Evaluation(acceptance(walk(served, [Lesson(t) for t in trunks.trunks], store)), "walk", None)
+        arms = [served, *(for_decoding(other, target) for other in against)]
+        first, *others = offline(target, arms, trunks.trunks, Options(max_new_tokens, sampling, rule))
+        compared = tuple((acceptance(other), paired(first, other)) for other in others)
+        return Evaluation(acceptance(first), "offline", None, compared)
     requests = _requests(target, [list(p.question) for p in read], template_kwargs or {}, read)
-    options = Options(max_new_tokens, Sampling(temperature), rule, seed=seed, batch_size=batch_size)
+    options = Options(max_new_tokens, sampling, rule, seed=seed, batch_size=batch_size)
     named = [(p.id, p.set, request) for p, request in zip(read, requests, strict=True)]
-    plain, arms = compare(target, [("drafter", served)], named, options, advance=advance)
+    plain, timed = compare(target, [("drafter", served)], named, options, advance=advance)
     speed = {
         "batch_size": batch_size,
         "dtype": str(target.dtype).removeprefix("torch."),
         "prompts": len(named),
         "max_new_tokens": max_new_tokens,
         "plain": {"tokens_per_s": plain.tokens_per_s, "ms_per_token": plain.ms_per_round},
-        "arms": [arms[0].to_json()],
+        "arms": [timed[0].to_json()],
     }
-    return Evaluation(arms[0].acceptance, "decode", speed)
+    return Evaluation(timed[0].acceptance, "decode", speed)
 
 
 def audit(

@@ -6,11 +6,13 @@ usual rows, and a stage may change any cell. Reading, overrides and error messag
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 SCHEMA = 1
+
+Source = Literal["trunk", "sampled", "recorded", "redraft"]
 
 
 class Part(BaseModel):
@@ -44,6 +46,22 @@ class ResponsePart(Part):
     top_p: float = Field(1.0, gt=0, le=1, description="draw from the smallest set of tokens with this mass; 1 = all")
     samples: int = Field(1, ge=1, description="answers per training prompt; more than one needs a temperature above 0")
     batch_size: int = Field(16, ge=1, description="prompts answered at a time")
+    server: str | None = Field(
+        None,
+        description="a running OpenAI-compatible server of the target answers instead, e.g. http://127.0.0.1:8000/v1; "
+        "its tokens are checked against ours",
+    )
+    server_model: str | None = Field(None, description="name of the model on the server; default: the only one there")
+    server_concurrency: int = Field(16, ge=1, description="requests under way at a time")
+    server_key_env: str | None = Field(
+        None, description="environment variable that holds the server's API key; the key itself is never stored"
+    )
+
+    @model_validator(mode="after")
+    def _check_server(self) -> ResponsePart:
+        if self.server is None and (self.server_model or self.server_key_env):
+            raise ValueError("server_model and server_key_env mean nothing without server; name the server's URL")
+        return self
 
     @model_validator(mode="after")
     def _check_samples(self) -> ResponsePart:
@@ -96,13 +114,31 @@ class DrafterPart(Part):
 class ObjectivePart(Part):
     """What is minimised, per drafted position k = 1..K counted from the block's start."""
 
-    kind: Literal["ce", "forward_kl", "reverse_kl", "draft_opd"] = Field(
+    kind: Literal["ce", "forward_kl", "reverse_kl", "tv", "nla", "e2e_tv", "draft_opd"] = Field(
         "ce",
         description="ce: next-token cross-entropy; forward_kl: KL(p||q); reverse_kl: KL(q||p); "
-        "draft_opd: one of these on accepted and one on rejected tokens",
+        "tv: 1 - alpha, alpha = sum min(p, q); nla: -log alpha; e2e_tv: 1 - share of the block that is expected to be "
+        "accepted, from the products of alpha along it; draft_opd: KL or ce on accepted and on rejected tokens",
     )
-    temperature: float = Field(1.0, gt=0, description="temperature of p and q inside the loss")
-    decay: float = Field(4.0, gt=0, allow_inf_nan=True, description="ce and KL: weight exp(-(k-1)/decay); inf = none")
+    temperature: float = Field(
+        1.0,
+        ge=0,
+        description="temperature of p and q inside the loss; tv and e2e_tv: 0 = p is the target's argmax, q stays at 1",
+    )
+    decay: float = Field(
+        4.0,
+        gt=0,
+        allow_inf_nan=True,
+        description="weight exp(-(k-1)/decay) of ce, KL, tv, nla and of the ce beside e2e_tv; inf = none",
+    )
+    estimator: Literal["alpha_product", "accept_weighted"] = Field(
+        "alpha_product",
+        description="e2e_tv: how likely position k is reached: the product of the earlier alpha, or of the chances "
+        "that the earlier tokens themselves are accepted",
+    )
+    ce_weight: float = Field(
+        0.1, ge=0, description="tv, nla, e2e_tv: times the cross-entropy of the known labels, added; 0 = none"
+    )
     gamma: float = Field(0.8, gt=0, le=1, description="draft_opd: rejected weight gamma^(k-1); 1 = no decay")
     accepted: Literal["forward_kl", "reverse_kl", "ce"] = Field(
         "forward_kl", description="draft_opd: loss on accepted tokens"
@@ -123,6 +159,14 @@ class ObjectivePart(Part):
         description="rows whose logits are held at a time (memory: chunk x vocabulary x 4 bytes, a few times)",
     )
 
+    @model_validator(mode="after")
+    def _check_temperature(self) -> ObjectivePart:
+        if self.temperature == 0 and self.kind not in ("tv", "e2e_tv"):
+            raise ValueError(f"temperature 0 is for kind tv and e2e_tv; {self.kind} needs a temperature above 0")
+        if 0 < self.temperature < 1e-6:
+            raise ValueError("temperature must be 0, or at least 1e-6: smaller ones overflow")
+        return self
+
 
 class RolloutPart(Part):
     """Trunks rolled out now by speculative decoding with the current drafter (trunks: rollout)."""
@@ -139,6 +183,23 @@ class RolloutPart(Part):
     batch_size: int = Field(16, ge=1, description="prompts decoded at a time")
     teacher: Literal["store", "recompute"] = Field(
         "store", description="keep the target's rows from verification, or score anew"
+    )
+
+
+class BranchPart(Part):
+    """Branches sampled from the current drafter (proposals: sampled), scored in one target forward."""
+
+    temperature: float = Field(1.0, ge=0, description="the drafter's tokens are drawn at it; 0 = all greedy")
+    greedy_share: float = Field(0.0, ge=0, le=1, description="share of the branches that are the drafter's argmax")
+    state: Literal["recompute", "keep"] = Field(
+        "recompute",
+        description="the trunk's keys and values: run through the target again with its branches, or keep them within "
+        "feature_memory_gb and feed the branches alone; the same numbers",
+    )
+    target_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="most trunk and branch tokens in one target forward; fewer anchors are taken to stay within it",
     )
 
 
@@ -166,21 +227,26 @@ class StagePart(Part):
     name: str = Field(
         ..., pattern=r"^[A-Za-z0-9_.-]+$", description="names the stage in logs, checkpoints, overrides and `start`"
     )
-    method: Literal["sft", "off-policy-kl", "draft-opd", "custom"] = Field(
+    method: Literal["sft", "off-policy-kl", "overlap", "draft-opd", "specopd", "custom"] = Field(
         "custom", description="fills the cells below; a cell that you give wins"
     )
     start: str = Field("previous", description="`previous`, `init`, or the name of an earlier stage to continue from")
     trunks: Literal["fixed", "rollout"] = Field(
         "fixed", description="fixed = prompt and answer as prepared; rollout = decoded anew with the current drafter"
     )
-    anchors: Literal["random", "rollout", "all"] = Field(
-        "random", description="where blocks begin: random, where verification really began one, or everywhere"
+    anchors: Literal["random", "rollout", "errors", "alpha", "all"] = Field(
+        "random",
+        description="where blocks begin: random; rollout = where verification really began one; errors = where greedy "
+        "drafting fails soonest; alpha = drawn with weight 1 - alpha; all = everywhere. errors and alpha choose among "
+        "four times as many random ones",
     )
-    proposals: Literal["trunk", "recorded", "redraft"] = Field(
+    proposals: Source | dict[Source, Annotated[float, Field(gt=0)]] = Field(
         "trunk",
-        description="trunk = the trunk's own next tokens; recorded = drafted in the rollout, rejected tokens kept; "
-        "redraft = drafted anew",
+        description="trunk = the trunk's own next tokens; sampled = drawn from the current drafter, all anchors at "
+        "once; recorded = drafted in the rollout, rejected tokens kept; redraft = the current drafter's argmax. Or a "
+        "mixture with weights, e.g. {trunk: 0.5, sampled: 1}: each has its own mean, at the same anchors",
     )
+    branch: BranchPart = Field(default_factory=BranchPart)
     objective: ObjectivePart = Field(default_factory=ObjectivePart)
     rollout: RolloutPart = Field(default_factory=RolloutPart)
     optimiser: OptimiserPart = Field(default_factory=OptimiserPart)
@@ -208,13 +274,22 @@ class StagePart(Part):
     def _check_cells(self) -> StagePart:
         if self.anchors == "rollout" and self.trunks != "rollout":
             raise ValueError("anchors: rollout are recorded while rolling out, so they need trunks: rollout")
-        if self.proposals == "recorded" and self.anchors != "rollout":
+        if "recorded" in self.mixture and self.anchors != "rollout":
             raise ValueError("proposals: recorded exist only at recorded anchors, so they need anchors: rollout")
-        if self.objective.kind == "draft_opd" and self.proposals == "trunk":
+        if self.objective.kind == "draft_opd" and set(self.mixture) == {"trunk"}:
             raise ValueError(
-                "objective draft_opd needs proposals: recorded or redraft, for the trunk has no rejected tokens"
+                "objective draft_opd needs proposals: sampled, recorded or redraft: the trunk has no rejected tokens"
             )
+        if self.objective.correction and self.objective.accepted == "ce" and "sampled" in self.mixture:
+            raise ValueError("correction with accepted: ce needs a correction token, and a sampled branch has none")
         return self
+
+    @property
+    def mixture(self) -> dict[Source, float]:
+        """The proposals and their weights, which sum to 1."""
+        given: dict[Source, float] = self.proposals if isinstance(self.proposals, dict) else {self.proposals: 1.0}
+        total = sum(given.values())
+        return {source: weight / total for source, weight in given.items()}
 
 
 class EvaluatePart(Part):
@@ -269,6 +344,20 @@ METHODS: dict[str, dict[str, Any]] = {
         "anchors": "random",
         "proposals": "trunk",
         "objective": {"kind": "forward_kl"},
+    },
+    "overlap": {
+        "trunks": "fixed",
+        "anchors": "random",
+        "proposals": "trunk",
+        "objective": {"kind": "e2e_tv"},
+        "optimiser": {"lr": 3e-4},
+    },
+    "specopd": {
+        "trunks": "fixed",
+        "anchors": "random",
+        "proposals": "sampled",
+        "objective": {"kind": "e2e_tv"},
+        "optimiser": {"lr": 3e-4},
     },
     "draft-opd": {
         "trunks": "rollout",

@@ -7,31 +7,37 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stdout
 from typing import Any
 
-from draftloop.cli import measure, train  # noqa: F401  (importing a file registers its commands)
+from draftloop.cli import bench, export, measure, parity, serve, train  # noqa: F401  (importing a file registers it)
 from draftloop.cli.app import app
 from draftloop.core.errors import DraftloopError, EnvironmentFault
+from draftloop.core.ranks import follows, has_the_word
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; every error that we can name becomes one sentence and an exit status."""
     try:
-        with warnings.catch_warnings():
+        with ExitStack() as stack, warnings.catch_warnings():
+            if follows():  # of the processes that train together the first one speaks
+                stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w", encoding="utf-8"))))
             warnings.showwarning = _warn
             app(args=list(arguments) if arguments is not None else None)
     except SystemExit as done:
-        if done.code == 130:
+        if done.code == 130 and not follows():
             print("draftloop: stopped; the same command goes on where it was.", file=sys.stderr)
         raise
     except Exception as error:
         if logging.getLogger("draftloop").level == logging.DEBUG:
             raise
         sentence, code = _explain(error)
-        print(f"draftloop: {' '.join(sentence.split())}", file=sys.stderr)
+        if has_the_word():
+            print(f"draftloop: {' '.join(sentence.split())}", file=sys.stderr)
         sys.exit(code)
 
 
@@ -52,4 +58,5 @@ def _explain(error: Exception) -> tuple[str, int]:
 
 
 def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"draftloop: warning: {' '.join(str(message).split())}", file=sys.stderr)
+    if not follows():
+        print(f"draftloop: warning: {' '.join(str(message).split())}", file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -16,11 +16,18 @@ from draftloop.core.errors import EnvironmentFault, InputError
 
 @app.command()
 def evaluate(
-    drafter: Annotated[Path, typer.Argument(help="A drafter folder, or a run directory.")],
+    drafters: Annotated[
+        list[Path], typer.Argument(help="A drafter folder, or a run directory; several to compare with --offline.")
+    ],
     prompts: Files = ["builtin:test"],  # noqa: B006  (typer reads the default, nothing writes to it)
     target: TargetName = "smollm2",
     decode: Annotated[bool, typer.Option("--decode", help="Decode for real, timed, not the exact walk.")] = False,
-    temperature: Annotated[float, typer.Option(min=0, help="Of real decoding; 0 = greedy.")] = 0.0,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Average over decoding, on answers drawn once: exact at any temperature.")
+    ] = False,
+    temperature: Annotated[float, typer.Option(min=0, help="With --offline or --decode; 0 = greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="The target draws from so many likely tokens; 0 = all.")] = 0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Or from the likely tokens of this mass; 1 = all.")] = 1.0,
     rule: Annotated[
         Literal["match", "ratio"], typer.Option(help="Verification rule at a temperature above 0.")
     ] = "match",
@@ -28,38 +35,63 @@ def evaluate(
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 1,
     limit: Annotated[int | None, typer.Option(min=1, help="Use at most this many prompts.")] = None,
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="Of the target.")] = "auto",
-    cache: Annotated[Path, typer.Option(help="Where the target's greedy answers are kept.")] = Path("runs/evaluate"),
+    cache: Annotated[Path, typer.Option(help="Where the target's answers are kept.")] = Path("runs/evaluate"),
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Acceptance length, per-position acceptance and (with --decode) speed of a drafter on prompt files."""
+    """Acceptance length, per-position acceptance and (with --decode) speed of a drafter on prompt files.
+
+    Answers are kept, so the next drafter takes seconds. Example, two drafters at temperature 1:
+
+        draftloop evaluate runs/a runs/b --offline --temperature 1 --rule ratio
+    """
     from draftloop import api
-    from draftloop.evaluate.table import evaluation_table
+    from draftloop.evaluate.table import evaluation_table, gain_sentence
     from draftloop.train.progress import reporting
 
-    if temperature and not decode:
-        raise InputError("the exact walk is for temperature 0", where="--temperature", fix="Add --decode.")
+    if offline and decode:
+        raise InputError("--offline decodes nothing and --decode does", where="--decode", fix="Give one of them.")
+    if temperature and not (decode or offline):
+        fix = "Add --offline or --decode."
+        raise InputError("the exact walk is for temperature 0", where="--temperature", fix=fix)
+    if len(drafters) > 1 and not offline:
+        raise InputError("several drafters are compared offline only", where=str(drafters[1]), fix="Add --offline.")
     loaded = api.load_target(target, dtype=dtype, trust_remote_code=trust_remote_code)
-    model = api.load_drafter(drafter_folder(drafter), loaded)
+    model, *others = [api.load_drafter(drafter_folder(one), loaded) for one in drafters]
     with reporting("evaluate", unit="responses", silent=as_json) as advance:
         found = api.evaluate(
             loaded,
             model,
             prompts,
             folder=cache,
-            how="decode" if decode else "walk",
+            how="decode" if decode else "offline" if offline else "walk",
+            against=others,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
             rule=rule,
             batch_size=batch_size,
             limit=limit,
             advance=advance,
         )
     if as_json:
-        print(json.dumps({"how": found.how, "acceptance": found.acceptance.to_json(), "speed": found.speed}, indent=2))
+        facts: dict[str, Any] = {"how": found.how, "acceptance": found.acceptance.to_json(), "speed": found.speed}
+        if offline:
+            arms = zip(drafters[1:], found.against, strict=True)
+            facts["against"] = [
+                {"drafter": str(name), "acceptance": part.to_json(), "gain": gain.to_json()}
+                for name, (part, gain) in arms
+            ]
+        print(json.dumps(facts, indent=2))
         return
     console = Console()
-    console.print(evaluation_table(found.acceptance, name=str(drafter)))
+    console.print(evaluation_table(found.acceptance, name=str(drafters[0])))
+    for name, (part, _) in zip(drafters[1:], found.against, strict=True):
+        console.print()
+        console.print(evaluation_table(part, name=str(name)))
+    for name, (_, gain) in zip(drafters[1:], found.against, strict=True):
+        console.print("\n" + gain_sentence(gain, str(name), str(drafters[0])), highlight=False, markup=False)
     if found.speed:
         plain, arm = found.speed["plain"], found.speed["arms"][0]
         verdict = "faster" if arm["speedup"] > 1 else "SLOWER"

@@ -24,6 +24,7 @@ class Purpose(IntEnum):
     ANCHOR = 5  # which anchors of a trunk a training step uses
     ORDER = 6  # the order in which an epoch visits its trunks
     INIT = 7  # initial weights
+    BRANCH = 8  # whether a sampled branch is the drafter's argmax instead
 
 
 def _signed(value: int) -> int:

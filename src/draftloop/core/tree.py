@@ -34,12 +34,43 @@ class Tree:
     branch: Tensor
     fork: Tensor
 
-    def dense_mask(self) -> Tensor:
-        """Bool [b, 1, N, N], True where the query (third axis) may see the key (last axis)."""
+    def dense_mask(self, first: int = 0) -> Tensor:
+        """Bool [b, 1, N - first, N], True where the query (third axis, from slot `first` on) may see the key (last)."""
         slots = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         rows = torch.arange(self.tokens.shape[0], device=self.tokens.device)
         see = self.mask_mod()
-        return see(rows[:, None, None], rows.new_zeros(()), slots[None, :, None], slots[None, None, :]).unsqueeze(1)
+        seen = see(rows[:, None, None], rows.new_zeros(()), slots[None, first:, None], slots[None, None, :])
+        return seen.unsqueeze(1)
+
+    def near(self, window: int, first: int = 0) -> Tensor:
+        """Bool [b, 1, N - first, N]: the key stands fewer than `window` logical positions before the query."""
+        return ((self.position[:, first:, None] - self.position[:, None, :]) < window).unsqueeze(1)
+
+    def ancestors(self, depth: int) -> Tensor:
+        """The chain above each slot, for mixers that reach a fixed number of tokens back (convolutions, n-grams).
+
+        Args:
+            depth: how many steps, the slot itself included.
+
+        Returns:
+            int64 [b, N, depth]: the slot itself, its parent, the parent's parent, ...; -1 above a root.
+        """
+        batch, width = self.tokens.shape
+        row = torch.arange(batch, device=self.tokens.device).unsqueeze(1).expand_as(self.tokens)
+        branches, trunks = int(self.branch.max()) + 2, int(self.trunk.max()) + 1
+        # where each (line, position) stands; line 0 of a trunk is the trunk itself, line 1 + i its branch i
+        places = int(self.position.max()) + 1
+        line = (row * trunks + self.trunk.clamp(min=0)) * branches
+        real = self.trunk >= 0
+        at = torch.full((batch * trunks * branches * places,), -1, dtype=torch.int64, device=self.tokens.device)
+        slot = torch.arange(width, device=self.tokens.device).expand_as(self.tokens)
+        at[((line + self.branch + 1) * places + self.position)[real]] = slot[real]
+        wanted = self.position.unsqueeze(-1) - torch.arange(depth, device=self.tokens.device)
+        own = torch.where(wanted > self.fork.unsqueeze(-1), self.branch.unsqueeze(-1) + 1, 0)
+        chain = at[((line.unsqueeze(-1) + own) * places + wanted).clamp(min=0)]
+        chain = torch.where((wanted >= 0) & real.unsqueeze(-1), chain, -1)
+        chain[..., 0] = slot
+        return chain
 
     def mask_mod(self) -> MaskMod:
         """The same rule as a FlexAttention mask function of (row, head, query slot, key slot)."""
@@ -54,50 +85,136 @@ class Tree:
         return see
 
 
+@dataclass(frozen=True)
+class Packed:
+    """A tree and where its parts stand.
+
+    Attributes:
+        tree: the packed rows.
+        row: int64 [trunks], the row of each trunk.
+        start: int64 [trunks], the slot of each trunk's position 0.
+        size: int64 [trunks], how many slots each trunk takes.
+        slot: int64 [M, L], the slot of each branch token in its trunk's row (-1 where there is none).
+        first: slot from which every row holds branches (and padding) only, if laid out so; else 0.
+    """
+
+    tree: Tree
+    row: Tensor
+    start: Tensor
+    size: Tensor
+    slot: Tensor
+    first: int
+
+
 def hang_branches(
     trunks: list[Tensor], row: Tensor, fork: Tensor, tokens: Tensor, length: Tensor
 ) -> tuple[Tree, Tensor]:
-    """Lay one trunk a row and its branches behind it.
-
-    Args:
-        trunks: b tensors int64 [T_i].
-        row: int64 [M], the trunk each branch hangs on.
-        fork: int64 [M], the last trunk position each branch sees; its first token stands at fork + 1.
-        tokens: int64 [M, L].
-        length: int64 [M], how many of the L tokens are real; 0 = no branch.
+    """Lay one trunk a row and its branches behind it: `pack_branches` without sharing.
 
     Returns:
         the tree, and int64 [M, L]: the slot of each branch token (-1 where there is none). Trunk position t is slot t.
     """
+    packed = pack_branches(trunks, list(range(len(trunks))), row, fork, tokens, length)
+    return packed.tree, packed.slot
+
+
+def pack_branches(
+    trunks: list[Tensor],
+    rows: list[int],
+    trunk: Tensor,
+    fork: Tensor,
+    tokens: Tensor,
+    length: Tensor,
+    *,
+    aligned: bool = False,
+) -> Packed:
+    """Lay trunks side by side in rows, and the branches of a row behind its trunks.
+
+    Args:
+        trunks: b tensors int64 [T_i].
+        rows: b row numbers from 0; trunks with the same one share a row.
+        trunk: int64 [M], the trunk each branch hangs on.
+        fork: int64 [M], the last trunk position each branch sees; its first token stands at fork + 1.
+        tokens: int64 [M, L].
+        length: int64 [M], how many of the L tokens are real; 0 = no branch.
+        aligned: let the branches begin at the same slot in every row, so that trunks and branches can be fed apart.
+    """
     device = tokens.device
-    batch = len(trunks)
+    trunk, fork, length = trunk.to(device), fork.to(device), length.to(device)
     sizes = torch.tensor([t.numel() for t in trunks], device=device)
-    row, fork, length = row.to(device), fork.to(device), length.to(device)
-    # the offset of each branch within its row: lengths of the earlier branches of the same row
+    row = torch.tensor(rows, dtype=torch.int64, device=device)
+    batch = max(rows) + 1
+    start, trunk_slots = _side_by_side(row, sizes, batch)
+    offset, branch_slots = _side_by_side(row[trunk], length, batch)
+    first = int(trunk_slots.max()) if aligned else 0
+    behind = torch.full_like(trunk_slots, first) if aligned else trunk_slots
+    width = int((behind + branch_slots).max())
+
+    tree = {name: torch.full((batch, width), fill, dtype=torch.int64, device=device) for name, fill in _EMPTY.items()}
+    number = torch.zeros(len(trunks), dtype=torch.int64, device=device)  # of each trunk within its row
+    for i, (one, place) in enumerate(zip(trunks, rows, strict=True)):
+        span = slice(int(start[i]), int(start[i]) + one.numel())
+        number[i] = rows[:i].count(place)
+        tree["tokens"][place, span] = one.to(device)
+        tree["position"][place, span] = tree["fork"][place, span] = torch.arange(one.numel(), device=device)
+        tree["trunk"][place, span] = number[i]
+    steps = torch.arange(tokens.shape[1], device=device).unsqueeze(0)
+    real = steps < length.unsqueeze(1)
+    slot = torch.where(real, (behind[row[trunk]] + offset).unsqueeze(1) + steps, -1)
+    at = (row[trunk].unsqueeze(1).expand_as(slot)[real], slot[real])
+    tree["tokens"][at] = tokens[real]
+    tree["position"][at] = (fork.unsqueeze(1) + 1 + steps)[real]
+    tree["trunk"][at] = number[trunk].unsqueeze(1).expand_as(slot)[real]
+    tree["branch"][at] = torch.arange(trunk.numel(), device=device).unsqueeze(1).expand_as(slot)[real]
+    tree["fork"][at] = fork.unsqueeze(1).expand_as(slot)[real]
+    return Packed(Tree(**tree), row, start, sizes, slot, first)
+
+
+def share_rows(sizes: list[int], tokens_at_once: int) -> list[list[list[int]]]:
+    """Which pieces share a row and which rows a forward: first fit, the longest first.
+
+    A row is as wide as the longest piece of its forward, so no slot attends further than that piece needs; a piece
+    longer than the budget goes alone.
+
+    Args:
+        sizes: slots that each piece takes.
+        tokens_at_once: slots of one forward, padding included.
+
+    Returns:
+        forwards, each a list of rows, each a list of piece numbers.
+    """
+    left = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    forwards = []
+    while left:
+        width = sizes[left[0]]
+        rows: list[list[int]] = []
+        room: list[int] = []
+        later = []
+        for piece in left:
+            fit = next((r for r, free in enumerate(room) if free >= sizes[piece]), None)
+            if fit is None and rows and (len(rows) + 1) * width > tokens_at_once:
+                later.append(piece)
+                continue
+            if fit is None:
+                fit = len(rows)
+                rows.append([])
+                room.append(width)
+            rows[fit].append(piece)
+            room[fit] -= sizes[piece]
+        forwards.append(rows)
+        left = later
+    return forwards
+
+
+def _side_by_side(row: Tensor, length: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+    """Where each piece begins among the pieces of its row (in their order), and how long each row comes out."""
     order = torch.argsort(row, stable=True)
     running = length[order].cumsum(0) - length[order]
-    per_row = torch.zeros(batch, dtype=torch.int64, device=device).index_add_(0, row, length)
+    per_row = torch.zeros(batch, dtype=torch.int64, device=length.device).index_add_(0, row, length)
     row_start = per_row.cumsum(0) - per_row
     offset = torch.empty_like(length)
     offset[order] = running - row_start[row[order]]
-    width = int((sizes + per_row).max())
-
-    tree = {name: torch.full((batch, width), fill, dtype=torch.int64, device=device) for name, fill in _EMPTY.items()}
-    for i, trunk in enumerate(trunks):
-        n = trunk.numel()
-        tree["tokens"][i, :n] = trunk.to(device)
-        tree["position"][i, :n] = tree["fork"][i, :n] = torch.arange(n, device=device)
-        tree["trunk"][i, :n] = 0
-    steps = torch.arange(tokens.shape[1], device=device).unsqueeze(0)
-    real = steps < length.unsqueeze(1)
-    slot = torch.where(real, (sizes[row] + offset).unsqueeze(1) + steps, -1)
-    at = (row.unsqueeze(1).expand_as(slot)[real], slot[real])
-    tree["tokens"][at] = tokens[real]
-    tree["position"][at] = (fork.unsqueeze(1) + 1 + steps)[real]
-    tree["trunk"][at] = 0
-    tree["branch"][at] = torch.arange(row.numel(), device=device).unsqueeze(1).expand_as(slot)[real]
-    tree["fork"][at] = fork.unsqueeze(1).expand_as(slot)[real]
-    return Tree(**tree), slot
+    return offset, per_row
 
 
 _EMPTY = {"tokens": 0, "position": 0, "trunk": -1, "branch": -1, "fork": -1}

@@ -6,11 +6,12 @@ Knows token ids only. Does not know text, chat templates or models.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 from draftloop.core.errors import InputError
+from draftloop.core.law import Sampling
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Trunk:
         mask: T flags: supervised, i.e. the assistant's tokens, end-of-sequence included. At least one is set, and the
             first one is not, for a block needs a committed token before it.
         finished: the (last) response ended by end-of-sequence, not by the length limit.
+        drawn: how the target drew the response; None where it did not (an answer that came with its prompt).
 
     Raises:
         InputError: the mask is empty or all ones, or does not fit the tokens.
@@ -36,6 +38,7 @@ class Trunk:
     tokens: tuple[int, ...]
     mask: tuple[bool, ...]
     finished: bool
+    drawn: Sampling | None = None
 
     def __post_init__(self) -> None:
         problem = ""
@@ -82,6 +85,7 @@ class Trunk:
             "tokens": list(self.tokens),
             "supervised": [list(span) for span in self.spans],
             "finished": self.finished,
+            **({} if self.drawn is None else {"drawn": asdict(self.drawn)}),
         }
 
     @classmethod
@@ -102,8 +106,15 @@ class Trunk:
                 if not 0 <= start < end <= len(tokens):
                     raise ValueError(f"span {start}..{end} of {len(tokens)} tokens")
                 mask[start:end] = [True] * (end - start)
+            drawn = value.get("drawn")  # files of earlier versions do not say
             return cls(
-                str(value["id"]), str(value["set"]), int(value["sample"]), tokens, tuple(mask), bool(value["finished"])
+                str(value["id"]),
+                str(value["set"]),
+                int(value["sample"]),
+                tokens,
+                tuple(mask),
+                bool(value["finished"]),
+                None if drawn is None else Sampling(**drawn),
             )
         except (KeyError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"
@@ -111,7 +122,13 @@ class Trunk:
 
 
 def response_trunk(
-    prompt_ids: Sequence[int], response_ids: Sequence[int], id: str, set: str, sample: int, finished: bool
+    prompt_ids: Sequence[int],
+    response_ids: Sequence[int],
+    id: str,
+    set: str,
+    sample: int,
+    finished: bool,
+    drawn: Sampling | None = None,
 ) -> Trunk:
     """Make the trunk of a generated answer: the very tokens prompted and generated, never tokenised again.
 
@@ -122,12 +139,13 @@ def response_trunk(
         set: the prompt set's name.
         sample: which answer, from 0.
         finished: the response ended by end-of-sequence.
+        drawn: how the target drew it, if it did.
 
     Raises:
         InputError: the prompt or the response is empty.
     """
     mask = (False,) * len(prompt_ids) + (True,) * len(response_ids)
-    return Trunk(id, set, sample, (*prompt_ids, *response_ids), mask, finished)
+    return Trunk(id, set, sample, (*prompt_ids, *response_ids), mask, finished, drawn)
 
 
 def turn_id(id: str, turn: int) -> str:

@@ -118,7 +118,10 @@ class DFlash(nn.Module):
         spec: shape and mask.
         mask_embedding: [H], what the drafted slots hold where the spec says `learned_mask`; else None.
         readout: the target's, after `bind`.
+        causal: whether a slot sees no later slot of its block; plain DFlash is not (a diagnosis asks what if).
     """
+
+    causal = False
 
     def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()
@@ -155,6 +158,9 @@ class DFlash(nn.Module):
     def _context(self, features: Tensor) -> Tensor:
         return self.hidden_norm(self.fc(self._own(features)))  # type: ignore[no-any-return]
 
+    def _context_kv(self, layer: nn.Module, context: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return layer.self_attn.keys_values(context, positions)  # type: ignore[operator, union-attr, no-any-return]
+
     def _own(self, x: Tensor) -> Tensor:
         """What comes from the target, in the drafter's type; under autocast, which chooses for itself, as it is."""
         return x if torch.is_autocast_enabled(x.device.type) else x.to(self.fc.weight.dtype)
@@ -176,10 +182,9 @@ class DFlash(nn.Module):
         where = torch.arange(features.shape[1], device=features.device).expand(b, -1)
         positions = (anchor.unsqueeze(-1) + torch.arange(size, device=anchor.device)).flatten(1)
         x = self._block(tokens).flatten(1, 2)
-        mask = block_mask(anchor, features.shape[1], size)
+        mask = block_mask(anchor, features.shape[1], size, self.causal)
         for layer in self.layers:
-            context_kv = layer.self_attn.keys_values(context, where)  # type: ignore[operator, union-attr]
-            x = layer(x, positions, context_kv, mask)
+            x = layer(x, positions, self._context_kv(layer, context, where), mask)
         return self.norm(x).unflatten(1, (n, size))[:, :, 1:]  # type: ignore[no-any-return]
 
     def new_cache(self, capacity: int) -> DraftCache:
@@ -191,7 +196,7 @@ class DFlash(nn.Module):
         """Put target features [b, t, F * H] at int64 [b, t] into the cache; a position given again is overwritten."""
         context = self._context(features)
         for i, layer in enumerate(self.layers):
-            key, value = layer.self_attn.keys_values(context, positions)  # type: ignore[operator, union-attr]
+            key, value = self._context_kv(layer, context, positions)
             cache.write(i, key, value, positions)
 
     @torch.no_grad()
@@ -210,7 +215,9 @@ class DFlash(nn.Module):
         positions = anchor.unsqueeze(-1) + torch.arange(size, device=anchor.device)
         span = int(anchor.max())
         seen = torch.arange(span, device=anchor.device) < anchor.unsqueeze(-1)
-        mask = F.pad(seen, (0, size), value=True)[:, None, None, :].expand(-1, -1, size, -1)
+        own = torch.ones(size, size, dtype=torch.bool, device=anchor.device)
+        own = own.tril() if self.causal else own
+        mask = torch.cat([seen[:, None, :].expand(-1, size, -1), own.expand(len(anchor), -1, -1)], -1).unsqueeze(1)
         x = self._block(tokens)
         for i, layer in enumerate(self.layers):
             x = layer(x, positions, cache.read(i, span), mask)

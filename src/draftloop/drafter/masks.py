@@ -10,17 +10,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def block_rule(anchor: Tensor, context: int, size: int, row: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Query slot q of row `row` may see context below its anchor, and its own block in both directions."""
+def block_rule(
+    anchor: Tensor, context: int, size: int, row: Tensor, q: Tensor, k: Tensor, causal: bool = False
+) -> Tensor:
+    """Query slot q of row `row` may see context below its anchor, and its own block (causal: up to itself)."""
     block = q // size
-    return torch.where(k < context, k < anchor[row, block], (k - context) // size == block)
+    own = (k - context) // size == block
+    if causal:
+        own = own & (k - context <= q)
+    return torch.where(k < context, k < anchor[row, block], own)
 
 
-def block_mask(anchor: Tensor, context: int, size: int) -> Any:
+def block_mask(anchor: Tensor, context: int, size: int, causal: bool = False) -> Any:
     """The mask of N blocks of `size` slots over `context` feature positions.
 
     Args:
         anchor: int64 [b, N].
+        causal: slots see no later slot of their block.
 
     Returns:
         bool [b, 1, N * size, context + N * size], or a FlexAttention BlockMask on CUDA.
@@ -31,12 +37,12 @@ def block_mask(anchor: Tensor, context: int, size: int) -> Any:
         from torch.nn.attention.flex_attention import create_block_mask
 
         def see(row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return block_rule(anchor, context, size, row, q, k)
+            return block_rule(anchor, context, size, row, q, k, causal)
 
         return create_block_mask(see, b, None, queries, keys, device=str(anchor.device))
     row = torch.arange(b).view(b, 1, 1)
     return block_rule(
-        anchor, context, size, row, torch.arange(queries).view(1, -1, 1), torch.arange(keys).view(1, 1, -1)
+        anchor, context, size, row, torch.arange(queries).view(1, -1, 1), torch.arange(keys).view(1, 1, -1), causal
     ).unsqueeze(1)
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from draftloop.evaluate.summary import Arm, BlockSplit, Decoding, Summary
-from draftloop.evaluate.tau import Acceptance
+from draftloop.evaluate.tau import Acceptance, Paired
 
 _POSITIONS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)  # shown of a block too long for 80 columns
 
@@ -36,6 +36,16 @@ def evaluation_table(acceptance: Acceptance, *, name: str = "drafter") -> Render
     shares = {"accepted": acceptance.per_position, "given the ones before": acceptance.conditional}
     title = f"Acceptance length (tau) of {name}, tokens per verification"
     return Group(_section(title, table), Text(), _position_section(shares))
+
+
+def gain_sentence(gain: Paired, name: str, first: str) -> str:
+    """Say how a drafter differs from the first one on the same answers."""
+    low, high = gain.difference_interval
+    text = (
+        f"{name} against {first}: tau {gain.difference:+.3f} [{low:+.3f}, {high:+.3f}],"
+        f" {gain.ratio:.3f}x [{gain.interval[0]:.3f}, {gain.interval[1]:.3f}], paired over {gain.responses} responses"
+    )
+    return f"{text}." if low > 0 or high < 0 else f"{text}: these prompts cannot tell the two apart."
 
 
 def summary_tables(summary: Summary) -> RenderableType:

@@ -57,6 +57,42 @@ class Response:
                 what = f"step {step} commits {committed} tokens with {accepted} of {self.drafted} drafts accepted"
                 raise DraftloopError(what, where=where, fix="A step commits its accepted drafts and at most one more.")
 
+    @property
+    def tally(self) -> Tally:
+        """Its steps, counted."""
+        survivors, refusals = [0.0] * self.drafted, [0.0] * self.drafted
+        for committed, accepted in zip(self.committed, self.accepted, strict=True):
+            for k in range(accepted):
+                survivors[k] += 1
+            if committed == accepted + 1 and accepted < self.drafted:  # it says no at position accepted + 1
+                refusals[accepted] += 1
+        tokens, steps = sum(self.committed), len(self.committed)
+        tau = tokens / steps if steps else 0.0
+        return Tally(self.id, self.set, tokens, float(steps), tau, tuple(survivors), tuple(refusals))
+
+
+@dataclass(frozen=True)
+class Tally:
+    """The verify steps of one response in sums: counted (real decoding) or expected (the offline evaluation).
+
+    Attributes:
+        id: of the prompt (and sample), unique within its set.
+        set: prompt set that it belongs to.
+        tokens: committed by the steps; the prefill token is not among them.
+        steps: verify steps.
+        tau: tokens / steps of this response (expected: the mean of that quotient, not the quotient of the means).
+        survivors: [K] steps that accepted their drafts 1..k.
+        refusals: [K] steps that accepted 1..k-1 and rejected the k-th.
+    """
+
+    id: str
+    set: str
+    tokens: int
+    steps: float
+    tau: float
+    survivors: tuple[float, ...]
+    refusals: tuple[float, ...]
+
 
 @dataclass(frozen=True)
 class Acceptance:
@@ -68,7 +104,7 @@ class Acceptance:
         interval: 95 % interval of `tau_pooled`, percentile bootstrap over responses. One response cannot be
             resampled: its interval is the point, so read `responses` beside it.
         interval_mean: the same of `tau_mean`.
-        steps: verify steps.
+        steps: verify steps; where they are expected, not counted, the nearest whole number.
         responses: responses with at least one verify step; the others are left out.
         per_position: [K] share of steps whose k-th draft was accepted, as vLLM reports it. Where steps were cut it is
             the product-limit estimate (Kaplan and Meier 1958), prod_{j<=k} of `conditional`, which without cut steps is
@@ -160,7 +196,7 @@ class Paired:
         }
 
 
-def acceptance(responses: Sequence[Response], *, resamples: int = 2000, seed: int = 0) -> Acceptance:
+def acceptance(responses: Sequence[Response | Tally], *, resamples: int = 2000, seed: int = 0) -> Acceptance:
     """Measure the acceptance length of `responses`, as a whole and by prompt set.
 
     The result, intervals included, depends neither on the order of the responses nor, for a set, on the other sets.
@@ -173,21 +209,24 @@ def acceptance(responses: Sequence[Response], *, resamples: int = 2000, seed: in
     Raises:
         InputError: no response has a verify step.
     """
-    walked = sorted((r for r in responses if r.committed), key=lambda r: (r.set, r.id, r.committed, r.accepted))
+    tallies = [_tally(response) for response in responses]
+    walked = sorted((t for t in tallies if t.steps), key=lambda t: (t.set, t.id, t.tokens, t.steps, t.survivors))
     if not walked:
         raise InputError(
             f"none of {len(responses)} responses has a verify step, so there is no acceptance length",
             where="evaluation",
             fix="Use more prompts or a larger max_new_tokens: the first token comes from the prefill.",
         )
-    sets: dict[str, list[Response]] = {}
+    sets: dict[str, list[Tally]] = {}
     for response in walked:
         sets.setdefault(response.set, []).append(response)
     parts = {name: _acceptance(part, {}, resamples, seed) for name, part in sets.items()}
     return _acceptance(walked, parts, resamples, seed)
 
 
-def paired(a: Sequence[Response], b: Sequence[Response], *, resamples: int = 2000, seed: int = 0) -> Paired:
+def paired(
+    a: Sequence[Response | Tally], b: Sequence[Response | Tally], *, resamples: int = 2000, seed: int = 0
+) -> Paired:
     """Compare two drafters: ratio and difference of tau_pooled, b over a.
 
     Args:
@@ -207,7 +246,7 @@ def paired(a: Sequence[Response], b: Sequence[Response], *, resamples: int = 200
             where="paired comparison",
             fix="Evaluate both drafters on the same prompts.",
         )
-    keys = [key for key in sorted(by_key_a) if by_key_a[key].committed and by_key_b[key].committed]
+    keys = [key for key in sorted(by_key_a) if by_key_a[key].steps and by_key_b[key].steps]
     if not keys:
         raise InputError(
             f"none of {len(by_key_a)} pairs has a verify step in both arms",
@@ -232,10 +271,10 @@ def paired(a: Sequence[Response], b: Sequence[Response], *, resamples: int = 200
     )
 
 
-def _acceptance(walked: Sequence[Response], sets: dict[str, Acceptance], resamples: int, seed: int) -> Acceptance:
+def _acceptance(walked: Sequence[Tally], sets: dict[str, Acceptance], resamples: int, seed: int) -> Acceptance:
     """Of responses that all have a step."""
     tokens, steps = _totals(walked)
-    means = tokens / steps
+    means = np.array([tally.tau for tally in walked])
     pooled, mean = [], []
     for index in _resampled(len(walked), resamples, seed):
         pooled.append(tokens[index].sum(-1) / steps[index].sum(-1))
@@ -246,7 +285,7 @@ def _acceptance(walked: Sequence[Response], sets: dict[str, Acceptance], resampl
         tau_mean=float(means.mean()),
         interval=_quantiles(np.concatenate(pooled)),
         interval_mean=_quantiles(np.concatenate(mean)),
-        steps=int(steps.sum()),
+        steps=round(float(steps.sum())),
         responses=len(walked),
         per_position=per_position,
         conditional=conditional,
@@ -254,23 +293,21 @@ def _acceptance(walked: Sequence[Response], sets: dict[str, Acceptance], resampl
     )
 
 
-def _totals(responses: Sequence[Response]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Tokens committed and verify steps of each response: two int64 [n], so that sums are exact."""
-    tokens = np.array([sum(r.committed) for r in responses], dtype=np.int64)
-    return tokens, np.array([len(r.committed) for r in responses], dtype=np.int64)
+def _tally(response: Response | Tally) -> Tally:
+    return response.tally if isinstance(response, Response) else response
 
 
-def _by_position(walked: Sequence[Response]) -> tuple[tuple[float | None, ...], tuple[float | None, ...]]:
+def _totals(walked: Sequence[Tally]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Tokens committed and verify steps of each response: two float64 [n], whose sums are exact where counted."""
+    return np.array([float(t.tokens) for t in walked]), np.array([t.steps for t in walked])
+
+
+def _by_position(walked: Sequence[Tally]) -> tuple[tuple[float | None, ...], tuple[float | None, ...]]:
     """Survival to k and alpha_k, k = 1..K; a step leaves the count where it was cut or its drafts ended."""
-    positions = max(r.drafted for r in walked)
-    steps = [len(r.accepted) for r in walked]
-    accepted = np.concatenate([np.array(r.accepted, dtype=np.int64) for r in walked])
-    committed = np.concatenate([np.array(r.committed, dtype=np.int64) for r in walked])
-    drafted = np.repeat(np.array([r.drafted for r in walked], dtype=np.int64), steps)
-    rejecting = (committed == accepted + 1) & (accepted < drafted)  # these say no at position accepted + 1
-    stops = np.bincount(accepted, minlength=positions + 1)
-    survivors = np.cumsum(stops[::-1])[::-1][1:]  # [K] steps with accepted >= k
-    refusals = np.bincount(accepted[rejecting], minlength=positions)  # [K] steps that reject their k-th draft
+    survivors, refusals = np.zeros((2, max(len(t.survivors) for t in walked)))
+    for tally in walked:
+        survivors[: len(tally.survivors)] += tally.survivors
+        refusals[: len(tally.refusals)] += tally.refusals
     per_position: list[float | None] = []
     conditional: list[float | None] = []
     share: float | None = 1.0
@@ -296,14 +333,14 @@ def _quantiles(values: NDArray[np.float64]) -> Interval:
     return low, high
 
 
-def _by_key(responses: Sequence[Response]) -> dict[tuple[str, str], Response]:
-    out: dict[tuple[str, str], Response] = {}
-    for response in responses:
-        key = (response.set, response.id)
+def _by_key(responses: Sequence[Response | Tally]) -> dict[tuple[str, str], Tally]:
+    out: dict[tuple[str, str], Tally] = {}
+    for tally in map(_tally, responses):
+        key = (tally.set, tally.id)
         if key in out:
-            what = f"prompt {response.id!r} of set {response.set!r} occurs twice in one arm"
+            what = f"prompt {tally.id!r} of set {tally.set!r} occurs twice in one arm"
             raise InputError(what, where="paired comparison", fix="Give each prompt an id of its own.")
-        out[key] = response
+        out[key] = tally
     return out
 
 

@@ -2,7 +2,7 @@
 
 At temperature 0 the committed text is the target's own greedy text, whatever the drafter proposes; so the rounds can be
 walked on trunks written once: draft from every anchor in packed forwards, compare with the trunk, hop. Exact: the
-same steps as real decoding in float32. On sampled trunks it would only be a coupling, so those are not walked.
+same steps as real decoding in float32. Sampled trunks are for `offline`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from draftloop.core.errors import InputError
+from draftloop.data.trunk import Trunk
 from draftloop.decode.trace import Generation
 from draftloop.evaluate.tau import Response
 from draftloop.supervise.lesson import FeatureStore, Lesson
@@ -37,17 +38,11 @@ def walk(drafter: Any, lessons: Sequence[Lesson], store: FeatureStore, *, slots:
     per_forward = max(1, slots // drafter.spec.block_size)
     for lesson in lessons:
         first, last = lesson.trunk.first, len(lesson.trunk) - 1
-        if len(lesson.trunk.spans) != 1:
-            raise InputError(
-                "a trunk with several responses cannot be walked",
-                where=lesson.trunk.id,
-                fix="Let the target answer the held-out prompts (data.response.regenerate: true).",
-            )
+        anchors = anchors_of(lesson.trunk, store.target.device)
         store.fill([lesson])
-        anchors = torch.arange(first, last, device=store.target.device)
         runs: list[int] = []
-        if len(anchors):
-            runs = torch.cat([_runs(drafter, lesson, part) for part in anchors.split(per_forward)]).tolist()
+        for part in anchors.split(per_forward) if len(anchors) else ():
+            runs += greedy_run(*drafted_rows(drafter, lesson, part), drafter.readout).tolist()
         store.release([lesson])
         committed, accepted = [], []
         anchor = first
@@ -62,15 +57,38 @@ def walk(drafter: Any, lessons: Sequence[Lesson], store: FeatureStore, *, slots:
     return out
 
 
-def _runs(drafter: Any, lesson: Lesson, anchors: Tensor) -> Tensor:
-    """int64 [N]: how many drafted tokens from each anchor are the trunk's own next ones."""
+def anchors_of(trunk: Trunk, device: torch.device) -> Tensor:
+    """int64 [n]: every position of a response behind which decoding may draft, n = its tokens but the last.
+
+    Raises:
+        InputError: the trunk has several responses.
+    """
+    if len(trunk.spans) != 1:
+        raise InputError(
+            "a trunk with several responses cannot be walked",
+            where=trunk.id,
+            fix="Let the target answer the held-out prompts (data.response.regenerate: true).",
+        )
+    return torch.arange(trunk.first, len(trunk) - 1, device=device)
+
+
+def drafted_rows(drafter: Any, lesson: Lesson, anchors: Tensor) -> tuple[Tensor, Tensor]:
+    """Draft from anchors in one packed forward, on the trunk's own text.
+
+    Args:
+        drafter: bound.
+        lesson: with features.
+        anchors: int64 [N].
+
+    Returns:
+        the drafter's hidden rows [N, K, H]; int64 [N, K] the trunk's tokens there, -1 (which no draft equals) behind
+        its end.
+    """
     tokens = torch.tensor(lesson.trunk.tokens, device=anchors.device)
     assert lesson.features is not None
     hidden = drafter(lesson.features.unsqueeze(0), anchors.unsqueeze(0), tokens[anchors].unsqueeze(0))[0]
     place = anchors.unsqueeze(1) + torch.arange(1, drafter.spec.drafted + 1, device=anchors.device)
-    # behind the end there is no token: -1 equals no argmax
-    after = torch.where(place < len(tokens), tokens[place.clamp(max=len(tokens) - 1)], -1)
-    return greedy_run(hidden, after, drafter.readout)
+    return hidden, torch.where(place < len(tokens), tokens[place.clamp(max=len(tokens) - 1)], -1)
 
 
 def responses_of(generations: Sequence[Generation], names: Sequence[tuple[str, str]], drafted: int) -> list[Response]:

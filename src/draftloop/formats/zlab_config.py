@@ -23,7 +23,8 @@ from draftloop.drafter.spec import DrafterSpec
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlashQwen3ForCausalLM")  # the published name, and vLLM's for the same
 SCHEMA = 1  # of the `draftloop` key
-_PUBLISHED = "Use a DFlash checkpoint in z-lab's form, as `draftloop` saves them."
+_PUBLISHED = "Use a plain DFlash checkpoint, as `draftloop` saves them."
+_TRAINED_WITH = "Keep the one that it was trained with."
 _MEND = "Mend the file, or save or download the checkpoint again."
 
 # The values of each key that mean plain DFlash (null always does), and what any other would mean.
@@ -71,19 +72,9 @@ def config_of(
             engines have no key for it: what they read as mask_token_id is then a stand-in.
         extra: the caller's own facts, kept under `draftloop.extra`.
     """
-    ours = {
-        "schema": SCHEMA,
-        "version": VERSION,
-        "made_for": spec.made_for,
-        "mask_token": spec.mask_token_id,
-        "weights_sha256": weights,
-    }
-    if spec.learned_mask:
-        ours |= {"learned_mask": True, "mask_sha256": mask}
     return {
         "architectures": [ARCHITECTURES[0]],
         "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-        "model_type": "qwen3",
         "dtype": str(dtype).removeprefix("torch."),
         "block_size": spec.block_size,
         "dflash_config": {
@@ -92,6 +83,15 @@ def config_of(
             "target_layer_ids": list(spec.target_layers),
         },
         "num_target_layers": spec.num_target_layers,
+        **layer_keys(spec),
+        "draftloop": own_keys(spec, weights=weights, mask=mask, extra=extra),
+    }
+
+
+def layer_keys(spec: DrafterSpec) -> dict[str, Any]:
+    """The keys of a Qwen3 configuration that describe the drafter's layers, the same in every form."""
+    return {
+        "model_type": "qwen3",
         "num_hidden_layers": spec.layers,
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.intermediate_size,
@@ -116,8 +116,27 @@ def config_of(
         "eos_token_id": None,
         "initializer_range": 0.02,
         "use_cache": True,
-        "draftloop": {**ours, "extra": extra} if extra is not None else ours,
     }
+
+
+def own_keys(spec: DrafterSpec, *, weights: str, mask: str | None, extra: dict[str, Any] | None) -> dict[str, Any]:
+    """What only we read, for the key `draftloop`; arguments as `config_of`."""
+    ours = {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "made_for": spec.made_for,
+        "mask_token": spec.mask_token_id,
+        "weights_sha256": weights,
+    }
+    if spec.learned_mask:
+        ours |= {"learned_mask": True, "mask_sha256": mask}
+    return {**ours, "extra": extra} if extra is not None else ours
+
+
+def claims(config: dict[str, Any]) -> bool:
+    """Whether a config.json says that it is a DFlash in z-lab's form."""
+    names = config.get("architectures")
+    return isinstance(names, list) and bool(names) and all(name in ARCHITECTURES for name in names)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -146,13 +165,21 @@ def spec_of(config: dict[str, Any], where: Path, *, num_target_layers: int | Non
         num_target_layers: layers of the target at hand, for a file that does not say how many its own has.
 
     Raises:
-        InputError: another form of drafter, attention that we do not compute, or a key that is missing, of the wrong
+        InputError: attention that we do not compute, or a key that is missing, of the wrong
             kind, in conflict with another, or impossible.
     """
     nested = config.get("dflash_config")
-    check_form(config, where)
+    if config.get("model_type") != "qwen3":
+        _refuse(f"model_type is {config.get('model_type')!r}, and only qwen3 is read yet", where, _PUBLISHED)
     if not isinstance(nested, dict):
         _refuse("the key dflash_config is missing or no object", where, _MEND)
+    if None not in (config.get("is_causal"), nested.get("causal")) and config["is_causal"] != nested["causal"]:
+        _refuse(
+            f"is_causal is {json.dumps(config['is_causal'])} at top level and dflash_config.causal is"
+            f" {json.dumps(nested['causal'])}",
+            where,
+            _TRAINED_WITH,
+        )
     _check_plain(config, _PLAIN, "", where)
     _check_plain(nested, _PLAIN_NESTED, "dflash_config.", where)
     for key in sorted(set(nested) - set(_PLAIN_NESTED) - _READ_NESTED - _INERT_NESTED):
@@ -171,6 +198,14 @@ def spec_of(config: dict[str, Any], where: Path, *, num_target_layers: int | Non
     depth = _either(config, nested, "num_target_layers", where)
     depth = _count(num_target_layers if depth is None else depth, "num_target_layers", where)
     mask = _either(config, nested, "mask_token_id", where)
+    taps = _target_layers(_either(config, nested, "target_layer_ids", where), depth, where)
+    counted = config.get("eagle_aux_hidden_state_layer_ids")  # vLLM would believe this one: it counts from 1
+    if counted is not None and counted != [layer + 1 for layer in taps]:
+        _refuse(
+            f"eagle_aux_hidden_state_layer_ids {counted} are not one more than each of target_layer_ids {list(taps)}",
+            where,
+            _TRAINED_WITH,
+        )
     try:
         return DrafterSpec(
             hidden_size=hidden,
@@ -181,7 +216,7 @@ def spec_of(config: dict[str, Any], where: Path, *, num_target_layers: int | Non
             intermediate_size=_count(config.get("intermediate_size"), "intermediate_size", where),
             vocab_size=vocab,
             num_target_layers=depth,
-            target_layers=_target_layers(_either(config, nested, "target_layer_ids", where), depth, where),
+            target_layers=taps,
             block_size=_count(_either(config, nested, "block_size", where), "block_size", where),
             mask_token_id=_count(mask, "mask_token_id", where, least=0),
             rope_theta=_rope_theta(config, where),
@@ -192,25 +227,6 @@ def spec_of(config: dict[str, Any], where: Path, *, num_target_layers: int | Non
         )
     except InputError as error:  # the spec knows what is wrong, but not in which file
         raise InputError(error.what, where=error.where or str(where), fix=error.fix) from error
-
-
-def check_form(config: dict[str, Any], where: Path) -> None:
-    """Refuse any drafter that is not a DFlash in z-lab's form.
-
-    Raises:
-        InputError: another form, named.
-    """
-    if "speculators_model_type" in config or "speculators_config" in config:
-        _refuse("this is a speculators checkpoint, a form that is not read yet", where, _PUBLISHED)
-    given = config.get("architectures")
-    names = [str(name) for name in given] if isinstance(given, list) else []
-    if not names:
-        _refuse("the key architectures is missing, so this is no drafter in z-lab's form", where, _PUBLISHED)
-    if any(name not in ARCHITECTURES for name in names):
-        kind = "an EAGLE-3 drafter" if "eagle3" in names[0].lower() else f"a {names[0]}"
-        _refuse(f"this is {kind}, a form that is not read yet", where, _PUBLISHED)
-    if config.get("model_type") != "qwen3":
-        _refuse(f"model_type is {config.get('model_type')!r}, and only qwen3 is read yet", where, _PUBLISHED)
 
 
 def _check_plain(
@@ -253,7 +269,7 @@ def _rope_theta(config: dict[str, Any], where: Path) -> float:
         _refuse("the key rope_theta is missing", where, _MEND)
     if len(set(bases.values())) > 1:
         said = " and ".join(f"{key} {value:g}" for key, value in bases.items())
-        _refuse(f"the rotary base is said twice, differently ({said})", where, "Keep the one that it was trained with.")
+        _refuse(f"the rotary base is said twice, differently ({said})", where, _TRAINED_WITH)
     return next(iter(bases.values()))
 
 
@@ -292,11 +308,7 @@ def _either(config: dict[str, Any], nested: dict[str, Any], key: str, where: Pat
     """Read a value from the top level or from `dflash_config`; None where it is in neither."""
     outer, inner = config.get(key), nested.get(key)
     if outer is not None and inner is not None and outer != inner:
-        _refuse(
-            f"{key} is {outer} at top level and {inner} in dflash_config",
-            where,
-            "Keep the one that it was trained with.",
-        )
+        _refuse(f"{key} is {outer} at top level and {inner} in dflash_config", where, _TRAINED_WITH)
     return inner if outer is None else outer
 
 

@@ -1,22 +1,24 @@
 """One update of the drafter: scored blocks -> rows -> loss -> gradient -> optimiser.
 
-The one trainer step of every method. Denominators are global over the micro-batches of a step, so accumulation gives
-exactly the loss of one big batch. Knows neither where blocks come from nor how long a run lasts.
+The one trainer step of every method. Denominators are global over the micro-batches of a step and the processes that
+learn together, so all of them give exactly the loss of one big batch. Knows neither where blocks come from nor how long
+a run lasts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from draftloop.core.blocks import Blocks
 from draftloop.core.law import Readout
-from draftloop.objective.rows import Kind, row_values
-from draftloop.objective.terms import SplitCounts, denominators, loss, split_counts, terms
+from draftloop.core.ranks import Ranks, added
+from draftloop.objective.rows import Kind, Overlap, overlap_rows, row_values
+from draftloop.objective.terms import SplitCounts, Term, denominators, loss, split_counts, terms
 from draftloop.recipe import ObjectivePart
 from draftloop.supervise.batch import Scored
 
@@ -29,41 +31,98 @@ class Learnt:
         loss: value of the objective over the whole step.
         terms: mean of each term over its own group.
         labels: supervised positions.
-        splits: what verification had made of the positions, one entry a micro-batch.
+        splits: what verification had made of the positions, one entry a micro-batch (and process).
+        overlaps: [N, K] overlap rows of the proposed tokens, detached, one entry a micro-batch of this process; none
+            where the objective reads no overlaps.
     """
 
     loss: float
     terms: dict[str, float]
     labels: int
     splits: tuple[SplitCounts, ...]
+    overlaps: tuple[Overlap, ...] = ()
 
 
 def differentiate(
-    objective: ObjectivePart, batches: Sequence[Scored], drafter: Any, readout: Readout, precision: torch.dtype
+    objective: ObjectivePart,
+    batches: Sequence[Scored],
+    drafter: Any,
+    readout: Readout,
+    precision: torch.dtype,
+    ranks: Ranks | None = None,
 ) -> Learnt:
     """Leave the gradient of one step in the drafter's parameters.
 
     Args:
         objective: what is minimised.
-        batches: the micro-batches of this step.
+        batches: the micro-batches of this step; with several processes their shares, and maybe none here.
         drafter: in float32.
         readout: the target's, which the teacher rows are read with.
         precision: compute type; bfloat16 runs the drafter under autocast.
+        ranks: the processes that learn together; all get the whole gradient, and the account of the whole step.
     """
-    asked = [terms(objective, batch.blocks) for batch in batches]
-    totals = denominators(asked)
-    value, numerators, labels = 0.0, dict.fromkeys((term.name for term in asked[0]), 0.0), 0
+    ranks = ranks or Ranks()
+    asked = [_terms(objective, batch, _sayable(batch.labels, drafter.readout)) for batch in batches]
+    totals = ranks.sum(denominators(asked))
+    overlaps: list[Overlap] = []
+    listed = asked[0] if asked else []  # nothing, where no lesson of this step fell to this process
+    value, numerators, labels = 0.0, dict.fromkeys((term.name for term in listed), 0.0), 0
     for batch, wanted in zip(batches, asked, strict=True):
-        with _autocast(drafter, precision):
-            hidden = batch.drafted_rows(drafter).flatten(0, 1)
-        part, sums = loss(wanted, totals, _Rows(objective, batch, hidden, drafter.readout, readout))
+        hidden = batch.drafted_rows(drafter, precision).flatten(0, 1)
+        rows = _Rows(objective, batch, hidden, drafter.readout, readout, overlaps)
+        part, sums = loss(wanted, totals, rows)
         part.backward()
         value += float(part.detach())
         labels += int(torch.stack([term.weight != 0 for term in wanted]).any(0).sum())
         for name, number in sums.items():
             numerators[name] += number
-    means = {term.name: numerators[term.name] / (totals[term.group] or 1.0) for term in asked[0]}
-    return Learnt(value, means, labels, tuple(split_counts(batch.blocks) for batch in batches))
+    means = {term.name: numerators[term.name] / (totals[term.group] or 1.0) for term in listed}
+    ranks.sum_gradients(drafter.parameters())
+    splits = tuple(split_counts(_judged(objective, batch)) for batch in batches)
+    return _whole(Learnt(value, means, labels, splits, tuple(overlaps)), ranks)
+
+
+def _terms(objective: ObjectivePart, batch: Scored, known: Tensor) -> list[Term]:
+    """The terms of every source of the mixture, each with means of its own and its share of the loss."""
+    if len(batch.mixture) == 1:
+        return terms(objective, batch.blocks, known)
+    return [
+        replace(term, name=f"{source}_{term.name}", group=f"{source} {term.group}", share=share * term.share)
+        for index, (source, share, _) in enumerate(batch.mixture)
+        for term in terms(objective, batch.of(index), known)
+    ]
+
+
+def _judged(objective: ObjectivePart, batch: Scored) -> Blocks:
+    """The blocks that verification decided: not the trunk beside others, nor branches whose coins were never thrown."""
+    if len(batch.mixture) == 1 and batch.mixture[0][0] == "trunk":
+        return batch.blocks
+    blocks = batch.blocks
+    for index, (source, _, _) in enumerate(batch.mixture):
+        if source == "trunk" or (source == "sampled" and objective.kind != "draft_opd"):
+            there = batch.of(index).valid
+            blocks = replace(blocks, valid=blocks.valid & ~there, accepted=blocks.accepted & ~there)
+    return blocks
+
+
+def _whole(mine: Learnt, ranks: Ranks) -> Learnt:
+    """The account of the step that every process took its part in."""
+    if ranks.world == 1:
+        return mine
+    parts = ranks.merge([replace(mine, overlaps=())])
+    return Learnt(
+        sum(part.loss for part in parts),
+        added([part.terms for part in parts]),
+        sum(part.labels for part in parts),
+        tuple(split for part in parts for split in part.splits),
+        mine.overlaps,
+    )
+
+
+def _sayable(labels: Tensor, student: Readout) -> Tensor:
+    """Bool [N, K]: labels that are known (not -1) and that the drafter can say at all."""
+    known = labels >= 0
+    return known if student.support is None else known & torch.isin(labels, student.support)
 
 
 @dataclass(frozen=True)
@@ -75,9 +134,22 @@ class _Rows:
     hidden: Tensor
     student: Readout
     target: Readout
+    overlaps: list[Overlap]  # to be filled, for whoever reports
 
-    def __call__(self, kind: Kind, index: Tensor) -> Tensor:
+    def __call__(self, kind: Kind, index: Tensor) -> Tensor | Overlap:
         teacher = self.batch.teacher
+        if kind == "overlap" and teacher is not None:
+            rows = overlap_rows(
+                self.hidden[index],
+                self.student,
+                teacher=teacher.flatten(0, 1)[index],
+                teacher_readout=self.target,
+                tokens=self.batch.blocks.tokens.flatten()[index],
+                temperature=self.objective.temperature,
+                chunk=self.objective.chunk,
+            )
+            self.overlaps.append(rows.detach().spread(index, self.batch.blocks.tokens.shape))
+            return rows
         return row_values(
             kind,
             self.hidden[index],
@@ -88,9 +160,3 @@ class _Rows:
             temperature=self.objective.temperature,
             chunk=self.objective.chunk,
         )
-
-
-def _autocast(drafter: Any, precision: torch.dtype) -> AbstractContextManager[Any]:
-    if precision == torch.float32:
-        return nullcontext()
-    return torch.autocast(drafter.readout.weight.device.type, dtype=precision)

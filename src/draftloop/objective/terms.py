@@ -15,10 +15,11 @@ from torch import Tensor
 
 from draftloop.core.blocks import Blocks
 from draftloop.core.errors import DraftloopError
-from draftloop.objective.rows import Kind
+from draftloop.objective.chain import chain_value, reached_by_overlaps, reached_on_path, undrawn
+from draftloop.objective.rows import Kind, Overlap, spread
 from draftloop.recipe import ObjectivePart
 
-Values = Callable[[Kind, Tensor], Tensor]
+Values = Callable[[Kind, Tensor], Tensor | Overlap]
 
 
 @dataclass(frozen=True)
@@ -39,29 +40,79 @@ class Term:
     share: float
     group: str
 
-    def numerator(self, values: Tensor) -> Tensor:
+    def numerator(self, values: Tensor, overlap: Overlap | None = None) -> Tensor:
         """Differentiable values [N, K] (0 where no row was computed) -> scalar, before share and denominator.
 
-        A term whose positions act on each other (a product along the block) overrides this.
+        A term whose positions act on each other (a product along the block) overrides this. `overlap` has what an
+        `overlap` row tells beside its value, where the caller gave it; [N, K] each.
         """
         return (self.weight.to(values.dtype) * values).sum()
 
 
-def terms(objective: ObjectivePart, blocks: Blocks) -> list[Term]:
+@dataclass(frozen=True)
+class _Distance(Term):
+    """TV = 1 - alpha, position by position."""
+
+    def numerator(self, values: Tensor, overlap: Overlap | None = None) -> Tensor:
+        return (self.weight.to(values.dtype) * (1 - values)).sum()
+
+
+@dataclass(frozen=True)
+class _Chain(Term):
+    """sum_k weight_k (1 - prod_{j<=k} alpha_j), or with the sampled path's own reach in place of prod_{j<k}.
+
+    Attributes:
+        trunk: bool [N, K], where the tokens are the target's own and not the drafter's; None looks at no tokens.
+    """
+
+    trunk: Tensor | None
+
+    def numerator(self, values: Tensor, overlap: Overlap | None = None) -> Tensor:
+        there = self.weight != 0
+        weight, alpha = self.weight.to(values.dtype), torch.where(there, values, 0.0)
+        if self.trunk is None:
+            reached = reached_by_overlaps(alpha.detach())
+        elif overlap is None:
+            raise DraftloopError("accept_weighted needs the tokens' log-probabilities", where="loss")
+        else:
+            drawn = torch.where(self.trunk, overlap.log_p, overlap.log_q)
+            reached = reached_on_path(overlap.log_p, overlap.log_q, drawn, there)
+        return weight.sum() - chain_value(alpha, weight, reached)
+
+
+def terms(objective: ObjectivePart, blocks: Blocks, known: Tensor | None = None) -> list[Term]:
     """List an objective's terms on these blocks; whatever the blocks, the list differs in the weights alone.
 
     - `ce`, `forward_kl`, `reverse_kl`: every valid position, weight exp(-(k-1)/decay), one mean (DFlash, 2602.06036).
+    - `tv`, `nla`: the same with 1 - alpha and -log alpha (2602.23881), alpha = sum_v min(p, q).
+    - `e2e_tv` (2606.12370, eq. 13): the mean over blocks of 1 - (1/n) sum_{k<=n} prod_{j<=k} alpha_j. n counts the
+      positions of this block up to its first that is not valid; there the chain ends. (Eq. 13 has n = K, and leaves
+      out shorter chains; on whole chains both are one.) p is detached and nothing else. `accept_weighted` puts the
+      sampled path's prod_{j<k} min(1, p_j/q_j)(y_j), detached, in the place of prod_{j<k} alpha_j; for the trunk's own
+      tokens (no `log_q`), which come from p, min(1, q_j/p_j)(y_j).
+    - these three also have the `ce` of the known labels, with share `ce_weight`.
     - `draft_opd` (2605.29343): [mean over accepted of KL(p||q) + sum over rejected of gamma^(k-1) KL(q||p) / sum of
       gamma^(k-1)] / 2. k counts from the block's start, whatever was accepted. Every valid position from the first
       rejection on is rejected. An empty set contributes 0; the other keeps its 1/2.
       `rejected: none` leaves the mean over the accepted with share 1; `reduction: pooled` divides the sum of both by
       the sum of both denominators; `correction` counts the first rejected position among the accepted, besides what it
       is among the rejected; `first_rejected_only` leaves out what follows it.
+
+    Args:
+        objective: what is minimised.
+        blocks: on what.
+        known: bool [N, K], positions whose label `ce_weight` may use; default: every valid one.
     """
     k = blocks.position.double()  # [1, K]
+    static = torch.exp(-(k - 1) / objective.decay)
+    if objective.kind == "tv" or objective.kind == "nla" or objective.kind == "e2e_tv":
+        asked = [_overlap_term(objective, blocks, static)]
+        if objective.ce_weight > 0:
+            labelled = blocks.valid if known is None else blocks.valid & known
+            asked.append(Term("ce", "ce", _weight(labelled, static), share=objective.ce_weight, group="ce"))
+        return asked
     if objective.kind != "draft_opd":
-        weight = _weight(blocks.valid, torch.exp(-(k - 1) / objective.decay))
-        return [Term(objective.kind, objective.kind, weight, share=1.0, group="all")]
+        return [Term(objective.kind, objective.kind, _weight(blocks.valid, static), share=1.0, group="all")]
     accepted, rejected = split(blocks)
     if objective.correction:
         accepted = accepted | blocks.first_rejected
@@ -79,6 +130,17 @@ def terms(objective: ObjectivePart, blocks: Blocks) -> list[Term]:
         Term("accepted", objective.accepted, plain, share, groups[0]),
         Term("rejected", objective.rejected, decayed, share, groups[1]),
     ]
+
+
+def _overlap_term(objective: ObjectivePart, blocks: Blocks, static: Tensor) -> Term:
+    if objective.kind == "nla":
+        return Term("nla", "nla", _weight(blocks.valid, static), share=1.0, group="all")
+    if objective.kind == "tv":
+        return _Distance("tv", "overlap", _weight(blocks.valid, static), share=1.0, group="all")
+    chain = blocks.valid & ((~blocks.valid).cumsum(-1) == 0)
+    weight = _weight(chain, 1 / chain.sum(-1, keepdim=True).double())  # sums to 1 in every block
+    trunk = undrawn(blocks) if objective.estimator == "accept_weighted" else None
+    return _Chain("e2e_tv", "overlap", weight, share=1.0, group="blocks", trunk=trunk)
 
 
 def needs_teacher(objective: ObjectivePart) -> bool:
@@ -112,6 +174,7 @@ def loss(asked: Sequence[Term], totals: Mapping[str, float], values: Values) -> 
         values: (kind, int64 [m] indices into the flattened [N * K] positions) -> differentiable [m]. Called once for
             each kind, with the positions that some term of that kind weighs, also when there are none: the loss then is
             0 but still has a graph. The label of a `ce` row is the token that verification committed at anchor + k.
+            For `overlap` it may give an `Overlap` of the proposed tokens, which `accept_weighted` needs.
 
     Returns:
         The scalar loss, and each term's numerator, detached: summed over micro-batches and divided by the group's total
@@ -125,7 +188,7 @@ def loss(asked: Sequence[Term], totals: Mapping[str, float], values: Values) -> 
         if covered < 0 or (covered == 0 and bool(term.weight.any())):
             raise DraftloopError(f"the denominators do not cover group {term.group!r}", where="loss")
     grids = {kind: _grid(kind, asked, values) for kind in dict.fromkeys(term.kind for term in asked)}
-    numerators = [term.numerator(grids[term.kind]) for term in asked]
+    numerators = [term.numerator(*grids[term.kind]) for term in asked]
     total = torch.stack(
         [
             term.share * numerator / (totals[term.group] or 1.0)  # an empty set contributes 0
@@ -174,9 +237,12 @@ def _weight(mask: Tensor, by_position: Tensor) -> Tensor:
     return torch.where(mask, by_position, 0.0).float()
 
 
-def _grid(kind: Kind, asked: Sequence[Term], values: Values) -> Tensor:
-    """[N, K] values of one kind, 0 where no term of it has weight."""
+def _grid(kind: Kind, asked: Sequence[Term], values: Values) -> tuple[Tensor, Overlap | None]:
+    """[N, K] values of one kind, 0 where no term of it has weight; and the overlap rows that they came from."""
     weighed = torch.stack([term.weight != 0 for term in asked if term.kind == kind]).any(0)
     index = weighed.flatten().nonzero().squeeze(-1)
     found = values(kind, index)
-    return found.new_zeros(weighed.numel()).index_copy(0, index, found).view_as(weighed)
+    if isinstance(found, Tensor):
+        return spread(found, index, weighed.shape), None
+    overlap = found.spread(index, weighed.shape)
+    return overlap.alpha, overlap

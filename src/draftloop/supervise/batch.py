@@ -1,10 +1,12 @@
 """Supervision of one forward: lessons in, scored blocks out (anchors -> proposals -> teacher rows).
 
-A method is a combination of the cells named here; the objective is chosen above, in `learn`.
+A method is a combination of the cells named here; the objective is chosen above, in `learn`. Proposals may be a
+mixture: every source proposes at the same anchors, and all of them share one drafter forward.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,15 +14,21 @@ import torch
 from torch import Tensor
 
 from draftloop.core.blocks import Blocks
-from draftloop.recipe import StagePart
+from draftloop.core.draws import Purpose, uniforms
+from draftloop.core.law import Law, Sampling
+from draftloop.recipe import Source, StagePart
 from draftloop.supervise.anchors import choose
+from draftloop.supervise.hard import choose_hard
 from draftloop.supervise.lesson import FeatureStore, Lesson
 from draftloop.supervise.propose import (
+    Cells,
     committed_greedily,
     greedy_run,
+    ratio_run,
     recorded_blocks,
     redraft_blocks,
     room_after,
+    sampled_blocks,
     trunk_blocks,
 )
 from draftloop.supervise.score import recorded_rows, scored_rows, trunk_rows
@@ -34,10 +42,14 @@ class Scored:
         features: [b, S, F * H] trunk features, zero-padded.
         anchor: int64 [b, M] anchors a row, padded with 0.
         token: int64 [b, M] tokens at the anchors.
-        blocks: the N real blocks.
+        blocks: the N real blocks, those of one source after those of another.
         column: int64 [N], where each block stands in its row of `anchor`.
-        labels: int64 [N, K] the token that verification committed at each position (where it is known), or the trunk's.
+        labels: int64 [N, K] the token that verification committed at each position, or the trunk's; -1 = not known.
         teacher: [N, K, H] the target's hidden rows, or None if the objective needs none.
+        mixture: each source, its share of the loss and how many of the N blocks are its.
+        drafted: [b, M, K, H] the drafter's hidden rows with their graph, where proposals were drawn from them.
+        coins: float64 [N, K] in (0, 1), what the ratio rule compares p/q with.
+        trunk_law: how the target drew the trunks, where all were drawn alike.
     """
 
     features: Tensor
@@ -47,11 +59,34 @@ class Scored:
     column: Tensor
     labels: Tensor
     teacher: Tensor | None
+    mixture: tuple[tuple[Source, float, int], ...]
+    drafted: Tensor | None = None
+    coins: Tensor | None = None
+    trunk_law: Sampling | None = None
 
-    def drafted_rows(self, drafter: Any) -> Tensor:
-        """[N, K, H] the drafter's hidden rows of all blocks, in one packed forward."""
-        hidden: Tensor = drafter(self.features, self.anchor, self.token)
+    def drafted_rows(self, drafter: Any, precision: torch.dtype = torch.float32) -> Tensor:
+        """[N, K, H] the drafter's hidden rows of all blocks, in one packed forward (the one that was sampled from)."""
+        hidden = self.drafted
+        if hidden is None:
+            hidden = packed_forward(drafter, self.features, self.anchor, self.token, precision)
         return hidden[self.blocks.row, self.column]
+
+    def of(self, index: int) -> Blocks:
+        """The blocks with all but those of one source made invalid."""
+        sizes = [size for _, _, size in self.mixture]
+        mine = torch.zeros(sum(sizes), 1, dtype=torch.bool, device=self.blocks.valid.device)
+        mine[sum(sizes[:index]) : sum(sizes[: index + 1])] = True
+        return replace(self.blocks, valid=self.blocks.valid & mine, accepted=self.blocks.accepted & mine)
+
+
+def packed_forward(drafter: Any, features: Tensor, anchor: Tensor, token: Tensor, precision: torch.dtype) -> Tensor:
+    """[b, M, K, H] in the compute type of training; bfloat16 runs under autocast, weights stay float32."""
+    context: AbstractContextManager[Any] = nullcontext()
+    if precision != torch.float32:
+        context = torch.autocast(features.device.type, dtype=precision)
+    with context:
+        hidden: Tensor = drafter(features, anchor, token)
+    return hidden
 
 
 def supervise(
@@ -64,60 +99,163 @@ def supervise(
     store: FeatureStore,
     seed: int,
     need_teacher: bool,
+    precision: torch.dtype = torch.float32,
 ) -> Scored:
     """Choose anchors and proposals for a batch of lessons and have them scored.
 
     Args:
-        stage: the cells (anchors, proposals, rollout.teacher).
+        stage: the cells (anchors, proposals, branch, rollout.teacher).
         lessons: the batch; features are computed here where they are missing.
         visits: how often each lesson was seen before.
         need_teacher: whether the objective reads the target's law.
+        precision: compute type of the drafter's forward.
 
     Raises:
         InputError: a response too short for an anchor.
     """
     store.fill(lessons)
     device, drafted = target.device, drafter.spec.drafted
-    chosen = [
-        choose(stage.anchors, lesson, stage.anchors_per_sequence, seed, visit)
-        for lesson, visit in zip(lessons, visits, strict=True)
-    ]
+    count = _count(stage, lessons, drafted)
+    chosen = []
+    for lesson, visit in zip(lessons, visits, strict=True):
+        if stage.anchors == "errors" or stage.anchors == "alpha":
+            hard = choose_hard(stage.anchors, lesson, count, seed, visit, drafter=drafter, target=target)
+            chosen.append(hard)
+        else:
+            chosen.append(choose(stage.anchors, lesson, count, seed, visit))
     cells = [(row, anchor) for row, anchors in enumerate(chosen) for anchor in anchors]
     column = torch.tensor([i for anchors in chosen for i in range(len(anchors))], device=device)
     anchor, token = _pad(lessons, chosen, device)
     features = torch.nn.utils.rnn.pad_sequence([lesson.features for lesson in lessons], batch_first=True)  # type: ignore[misc]
     own = trunk_blocks(lessons, cells, drafted, device)
-    scored = Scored(features, anchor, token, own, column, own.tokens, None)
-    known = own.valid
-
-    if stage.proposals == "trunk":
-        teacher = trunk_rows(lessons, scored.blocks) if need_teacher else None
-    elif stage.proposals == "recorded":
-        blocks = recorded_blocks(lessons, cells, drafted, target.eos_ids, device)
-        labels = torch.where(blocks.accepted, blocks.tokens, own.tokens)
-        scored = replace(scored, blocks=blocks, labels=labels)
-        if not need_teacher:
-            teacher = None
-        elif stage.rollout.teacher == "store":
-            teacher = recorded_rows(lessons, blocks)
-        else:
-            teacher = scored_rows(target, lessons, blocks)
-    else:
-        with torch.no_grad():
-            hidden = scored.drafted_rows(drafter)
-        room = room_after(lessons, cells, device)
-        blocks = redraft_blocks(lessons, cells, hidden, drafter.readout, target.eos_ids, room)
-        teacher = scored_rows(target, lessons, blocks)
-        run = greedy_run(teacher, blocks.tokens, target.readout).unsqueeze(1)
-        blocks = replace(blocks, accepted=blocks.valid & (blocks.position <= run))
-        labels, known = committed_greedily(blocks, own, teacher, target.readout)
-        scored = replace(scored, blocks=blocks, labels=labels)
+    hidden = None
+    if {"sampled", "redraft"} & set(stage.mixture):
+        # one forward serves both sampling (detached) and the loss: what is drawn is drawn from the very law trained
+        hidden = packed_forward(drafter, features, anchor, token, precision)
+    rows = None if hidden is None else hidden.detach()[own.row, column]
+    at = _Place(stage, lessons, cells, visits, own, rows, target, drafter, seed, need_teacher)
+    parts = [_PROPOSE[source](at) for source in stage.mixture]
     store.release(lessons)
-    if need_teacher:
-        return replace(scored, teacher=teacher)
-    # labels alone are read, and a block may reach beyond what is known of the text
-    blocks = scored.blocks
-    return replace(scored, blocks=replace(blocks, valid=blocks.valid & known, accepted=blocks.accepted & known))
+    blocks = _joined([part.blocks for part in parts])
+    labels = torch.cat([part.labels for part in parts])
+    teacher = torch.cat([part.teacher for part in parts]) if need_teacher else None  # type: ignore[misc]
+    if not need_teacher:  # labels alone are read, and a block may reach beyond what is known of the text
+        known = labels >= 0
+        blocks = replace(blocks, valid=blocks.valid & known, accepted=blocks.accepted & known)
+    mixture = tuple((source, share, len(cells)) for source, share in stage.mixture.items())
+    laws = {lesson.trunk.drawn for lesson in lessons}
+    return Scored(
+        features, anchor, token, blocks, column.repeat(len(parts)), labels, teacher, mixture, hidden,
+        coins(lessons, blocks, seed, visits), laws.pop() if len(laws) == 1 else None,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where proposals are asked for: the cells of a batch, and what they are drawn and scored with."""
+
+    stage: StagePart
+    lessons: list[Lesson]
+    cells: Cells
+    visits: list[int]
+    own: Blocks
+    hidden: Tensor | None
+    target: Any
+    drafter: Any
+    seed: int
+    need_teacher: bool
+
+    @property
+    def labels(self) -> Tensor:
+        """int64 [N, K] the trunk's own next tokens, -1 where it has none."""
+        return torch.where(self.own.valid, self.own.tokens, -1)
+
+
+@dataclass(frozen=True)
+class _Part:
+    blocks: Blocks
+    labels: Tensor
+    teacher: Tensor | None
+
+
+def _trunk(at: _Place) -> _Part:
+    return _Part(at.own, at.labels, trunk_rows(at.lessons, at.own) if at.need_teacher else None)
+
+
+def _recorded(at: _Place) -> _Part:
+    drafted = at.drafter.spec.drafted
+    blocks = recorded_blocks(at.lessons, at.cells, drafted, at.target.eos_ids, at.target.device)
+    teacher = None
+    if at.need_teacher and at.stage.rollout.teacher == "store":
+        teacher = recorded_rows(at.lessons, blocks)
+    elif at.need_teacher:
+        teacher = scored_rows(at.target, at.lessons, blocks)
+    return _Part(blocks, torch.where(blocks.accepted, blocks.tokens, at.labels), teacher)
+
+
+def _redraft(at: _Place) -> _Part:
+    assert at.hidden is not None
+    room = room_after(at.lessons, at.cells, at.target.device)
+    blocks = redraft_blocks(at.lessons, at.cells, at.hidden, at.drafter.readout, at.target.eos_ids, room)
+    teacher = scored_rows(at.target, at.lessons, blocks)
+    run = greedy_run(teacher, blocks.tokens, at.target.readout).unsqueeze(1)
+    blocks = replace(blocks, accepted=blocks.valid & (blocks.position <= run))
+    labels, known = committed_greedily(blocks, at.own, teacher, at.target.readout)
+    return _Part(blocks, torch.where(known, labels, -1), teacher)
+
+
+def _sampled(at: _Place) -> _Part:
+    assert at.hidden is not None
+    branch, readout = at.stage.branch, at.drafter.readout
+    limit = at.target.context_limit
+    blocks = sampled_blocks(
+        at.lessons, at.cells, at.hidden, readout, branch,
+        eos=at.target.eos_ids, limit=limit, seed=at.seed, visits=at.visits,
+    )  # fmt: skip
+    if not at.need_teacher:
+        return _Part(blocks, at.labels, None)
+    teacher = scored_rows(at.target, at.lessons, blocks)
+    if at.stage.objective.kind == "draft_opd":  # the one objective that must know first what was accepted
+        sampling = Sampling(branch.temperature)
+        laws = Law(at.hidden.flatten(0, 1), readout, sampling), at.target.law(teacher.flatten(0, 1), sampling)
+        run = ratio_run(blocks, *laws, coins(at.lessons, blocks, at.seed, at.visits)).unsqueeze(1)
+        blocks = replace(blocks, accepted=blocks.valid & (blocks.position <= run))
+        return _Part(blocks, torch.where(blocks.accepted, blocks.tokens, -1), teacher)
+    return _Part(blocks, at.labels, teacher)
+
+
+_PROPOSE = {"trunk": _trunk, "recorded": _recorded, "redraft": _redraft, "sampled": _sampled}
+
+
+def coins(lessons: list[Lesson], blocks: Blocks, seed: int, visits: list[int]) -> Tensor:
+    """float64 [N, K] in (0, 1): the accept-or-reject coin of every proposed token (keyed)."""
+    device = blocks.tokens.device
+    key = torch.tensor([lesson.key for lesson in lessons], device=device)[blocks.row]
+    visit = torch.tensor(visits, dtype=torch.int64, device=device)[blocks.row]
+    anchor = blocks.anchor.unsqueeze(1)
+    return uniforms(seed, Purpose.ACCEPT, key.unsqueeze(1), visit.unsqueeze(1), anchor, anchor + blocks.position)
+
+
+def _count(stage: StagePart, lessons: list[Lesson], drafted: int) -> int:
+    """Anchors a sequence: as the recipe says, and no more than the budget of target tokens has room for."""
+    budget = stage.branch.target_tokens
+    if budget is None or not {"sampled", "redraft"} & set(stage.mixture):
+        return stage.anchors_per_sequence
+    left = budget - sum(len(lesson.trunk) for lesson in lessons)
+    return max(1, min(stage.anchors_per_sequence, left // (len(lessons) * max(1, drafted - 1))))
+
+
+def _joined(parts: list[Blocks]) -> Blocks:
+    """The blocks of all sources, one after the other; `log_q` is NaN where nothing was drawn."""
+    logs = [
+        torch.full(p.tokens.shape, float("nan"), device=p.tokens.device) if p.log_q is None else p.log_q for p in parts
+    ]
+
+    def both(name: str) -> Tensor:
+        return torch.cat([getattr(part, name) for part in parts])
+
+    drawn = None if all(part.log_q is None for part in parts) else torch.cat(logs)
+    return Blocks(both("row"), both("anchor"), both("tokens"), both("valid"), both("accepted"), drawn)
 
 
 def _pad(lessons: list[Lesson], chosen: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:

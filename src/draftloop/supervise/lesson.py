@@ -15,6 +15,7 @@ from torch import Tensor
 from draftloop.core.draws import key_of
 from draftloop.data.trunk import Trunk
 from draftloop.decode.trace import Generation, Step
+from draftloop.target.cache import TrunkState
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Lesson:
         hidden: [T - 1, H] the target's hidden rows there (the law of the next token), or None.
         steps: verifications that wrote this trunk, if it was rolled out.
         verified: [len(steps), K + 1, H] the target's rows on the drafter's own prefixes, or None.
+        state: what the target needs to go on from any position of the trunk without feeding it again, or None.
     """
 
     trunk: Trunk
@@ -34,6 +36,7 @@ class Lesson:
     hidden: Tensor | None = None
     steps: tuple[Step, ...] = ()
     verified: Tensor | None = None
+    state: TrunkState | None = None
 
     @property
     def key(self) -> int:
@@ -53,7 +56,12 @@ class Lesson:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors held."""
-        return sum(t.nbytes for t in (self.features, self.hidden, self.verified) if t is not None)
+        rows = self.hidden if self.state is None else self.state  # `hidden` is a view of the state's
+        return sum(t.nbytes for t in (self.features, rows, self.verified) if t is not None)
+
+    def forget(self) -> None:
+        """Drop what the target computed; it can be computed again."""
+        self.features = self.hidden = self.state = None
 
 
 def rolled_out(trunk: Trunk, generation: Generation) -> Lesson:
@@ -64,14 +72,24 @@ def rolled_out(trunk: Trunk, generation: Generation) -> Lesson:
 class FeatureStore:
     """Computes features of trunks once and leaves them on the lesson within a budget; beyond it they are recomputed.
 
+    With `keep_state` the forward that makes the features also leaves the trunk's state (its keys and values), so that
+    only branches need feeding later. States count against the same budget, at all times: one that does not fit is not
+    made, and its trunk is fed again in the forward that scores its branches, which gives the same rows. After use,
+    features stay before states do. Trunks that were just rolled out have no state.
+
     Args:
         target: a `Target`.
         taps: layers whose outputs the drafter reads.
         budget: bytes that may be kept.
+        keep_state: whether to keep trunk states too.
+
+    Attributes:
+        left_out: how many times a state did not fit.
     """
 
-    def __init__(self, target: Any, taps: tuple[int, ...], budget: float) -> None:
-        self.target, self.taps, self.budget = target, taps, budget
+    def __init__(self, target: Any, taps: tuple[int, ...], budget: float, keep_state: bool = False) -> None:
+        self.target, self.taps, self.budget, self.keep_state = target, taps, budget, keep_state
+        self.left_out = 0
         self._version = target.version
         self._held = 0
         self._kept: dict[int, Lesson] = {}  # by identity
@@ -86,7 +104,7 @@ class FeatureStore:
         """Give every lesson its features and hidden rows; lessons of similar length share a forward."""
         if self.target.version != self._version:  # the target's weights changed
             for lesson in (*self._kept.values(), *self._in_use.values()):
-                lesson.features = lesson.hidden = None
+                lesson.forget()
             self._kept, self._in_use, self._held, self._version = {}, {}, 0, self.target.version
         missing = sorted((one for one in lessons if one.features is None), key=lambda one: len(one.trunk))
         start = 0
@@ -99,17 +117,26 @@ class FeatureStore:
 
     @torch.no_grad()
     def _compute(self, lessons: list[Lesson]) -> None:
-        sizes = [len(lesson.trunk) - 1 for lesson in lessons]
+        # the last token has no successor to teach, but branches may go on from it
+        sizes = [len(lesson.trunk) - (0 if self.keep_state else 1) for lesson in lessons]
         ids = torch.zeros(len(lessons), max(sizes), dtype=torch.int64)
         for i, lesson in enumerate(lessons):
-            ids[i, : sizes[i]] = torch.tensor(lesson.trunk.tokens[:-1])
+            ids[i, : sizes[i]] = torch.tensor(lesson.trunk.tokens[: sizes[i]])
         ids = ids.to(self.target.device)
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        rows = self.target.extend(self.target.new_cache(ids.shape[1]), ids, positions, self.taps)
+        cache = self.target.new_cache(ids.shape[1])
+        rows = self.target.extend(cache, ids, positions, self.taps)
         for i, lesson in enumerate(lessons):
-            lesson.features = rows.features[i, : sizes[i]].clone()
-            lesson.hidden = rows.hidden[i, : sizes[i]].clone()
+            known = len(lesson.trunk) - 1
+            hidden = rows.hidden[i, : sizes[i]].clone()
+            lesson.features, lesson.hidden = rows.features[i, :known].clone(), hidden[:known]
             self._in_use[id(lesson)] = lesson
+            if self.keep_state:
+                held = self._held + sum(one.state.nbytes for one in self._in_use.values() if one.state is not None)
+                if held + cache.bytes_a_token() * sizes[i] + hidden.nbytes <= self.budget:
+                    lesson.state = cache.state(i, hidden, self.target.version)
+                else:
+                    self.left_out += 1
 
     def release(self, lessons: list[Lesson]) -> None:
         """After use: keep what the budget allows, drop the rest (it will be computed again)."""
@@ -117,8 +144,10 @@ class FeatureStore:
             self._in_use.pop(id(lesson), None)
             if lesson.steps or id(lesson) in self._kept:
                 continue  # a rollout's rows belong to the rollout
+            if self._held + lesson.nbytes > self.budget:
+                lesson.state = None
             if self._held + lesson.nbytes <= self.budget:
                 self._kept[id(lesson)] = lesson
                 self._held += lesson.nbytes
             else:
-                lesson.features = lesson.hidden = None
+                lesson.forget()

@@ -1,7 +1,8 @@
 """Proposals: which K tokens each block is scored on, and what became of them.
 
-`trunk` = the trunk's own next tokens; `recorded` = what the drafter really proposed while rolling out; `redraft` = the
-current drafter's argmax, verified anew. Builds `Blocks`; the loss is not this room's.
+`trunk` = the trunk's own next tokens; `sampled` = drawn from the current drafter (arXiv 2611.02846); `recorded` = what
+the drafter really proposed while rolling out; `redraft` = the current drafter's argmax, verified anew. Builds `Blocks`;
+the loss is not this room's.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 
 from draftloop.core.blocks import Blocks
-from draftloop.core.law import Readout
+from draftloop.core.draws import Purpose, uniforms
+from draftloop.core.law import Law, Readout, Sampling
 from draftloop.decode.rules import leading
+from draftloop.recipe import BranchPart
 from draftloop.supervise.lesson import Lesson
 
 Cells = list[tuple[int, int]]  # (row of the batch, anchor)
@@ -73,7 +76,73 @@ def redraft_blocks(
     tokens = torch.cat([readout.logits(part).argmax(-1) for part in flat.split(512)]).view(n, drafted)
     rows, anchors = _columns(cells, hidden.device)
     valid = torch.arange(drafted, device=hidden.device) < room.unsqueeze(1)
-    return Blocks(rows, anchors, tokens, valid & before_end(tokens, eos), torch.zeros_like(valid))
+    certain = torch.zeros(tokens.shape, device=hidden.device)
+    return Blocks(rows, anchors, tokens, valid & before_end(tokens, eos), torch.zeros_like(valid), certain)
+
+
+@torch.no_grad()
+def sampled_blocks(
+    lessons: list[Lesson],
+    cells: Cells,
+    hidden: Tensor,
+    readout: Readout,
+    branch: BranchPart,
+    *,
+    eos: tuple[int, ...],
+    limit: int,
+    seed: int,
+    visits: list[int],
+) -> Blocks:
+    """One branch an anchor, drawn from the drafter's own law; `accepted` stays empty, for nothing is verified yet.
+
+    A branch may run past its trunk's end, for the target has a law there too; it is cut behind an end-of-sequence.
+    `log_q` is of the law really drawn from: at the branch temperature, 0 where the argmax was taken.
+
+    Args:
+        hidden: [N, K, H] the drafter's rows, detached.
+        branch: temperature and share of greedy branches.
+        limit: longest text the target can score.
+        seed: of the keyed draws.
+        visits: how often each lesson was seen before; part of the key.
+    """
+    n, drafted, _ = hidden.shape
+    device = hidden.device
+    rows, anchors = _columns(cells, device)
+    key = torch.tensor([lesson.key for lesson in lessons], device=device)[rows]
+    visit = torch.tensor(visits, dtype=torch.int64, device=device)[rows]
+    greedy = uniforms(seed, Purpose.BRANCH, key, visit, anchors) < branch.greedy_share
+    place = torch.arange(1, drafted + 1, device=device)
+    draws = uniforms(seed, Purpose.DRAFT, key[:, None], visit[:, None], anchors[:, None], anchors[:, None] + place)
+    tokens = torch.zeros(n, drafted, dtype=torch.int64, device=device)
+    log_q = torch.zeros(n, drafted, device=device)
+    for mine, temperature in ((greedy, 0.0), (~greedy, branch.temperature)):
+        law = Law(hidden[mine].flatten(0, 1), readout, Sampling(temperature))
+        drawn, scores = law.draw(draws[mine].flatten())
+        tokens[mine], log_q[mine] = drawn.view(-1, drafted), scores.view(-1, drafted)
+    valid = before_end(tokens, eos) & (anchors.unsqueeze(1) + place < limit)
+    return Blocks(rows, anchors, tokens, valid, torch.zeros_like(valid), log_q)
+
+
+@torch.no_grad()
+def ratio_run(blocks: Blocks, student: Law, teacher: Law, coins: Tensor) -> Tensor:
+    """How many leading tokens of each block the ratio rule accepts: u < p(y) / q(y), both at the sampling of their law.
+
+    Args:
+        student: the laws of the [N * K] drafted rows.
+        teacher: the target's laws of the same rows.
+        coins: float64 [N, K] in (0, 1).
+
+    Returns:
+        int64 [N].
+    """
+    tokens = blocks.tokens.flatten()
+    margin = []
+    for part in torch.arange(tokens.numel(), device=tokens.device).split(256):
+        index = tokens[part].unsqueeze(-1)
+        p, q = (law.rows(part).log_probs().gather(-1, index).squeeze(-1) for law in (teacher, student))
+        margin.append(p.double() - q.double())
+    kept = coins.log() < torch.cat(margin).view_as(coins) if margin else torch.zeros_like(coins, dtype=torch.bool)
+    return leading(kept & blocks.valid)
 
 
 def before_end(tokens: Tensor, eos: tuple[int, ...]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Fixed trunks: the target answers prompts (or prompts bring their answers), written down as it goes.
+"""Fixed trunks: the target answers prompts, here or on a server (or they bring their answers), written down as it goes.
 
 The file is one header line and one answered prompt a line; killed at any moment, the next call goes on from the last
 whole line. Knows no drafter.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,16 @@ from draftloop.core.draws import key_of
 from draftloop.core.errors import InputError
 from draftloop.core.files import fingerprint, write_text, writing_fault
 from draftloop.core.law import Sampling
-from draftloop.data.chat import answer_text, encode_conversation, encode_turn
+from draftloop.data.chat import encode_conversation
 from draftloop.data.prompts import Prompt
-from draftloop.data.trunk import Trunk, response_trunk, turn_id
+from draftloop.data.trunk import Trunk
 from draftloop.decode.loop import decode
 from draftloop.decode.trace import Options, Request
 from draftloop.recipe import DataPart
+from draftloop.supervise.dialogue import Dialogue
 
 SCHEMA = 2
+_HOW = {"batch_size", "server", "server_model", "server_concurrency", "server_key_env"}  # not what is answered
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,13 @@ class Prepared:
         trunks: in the order of the prompts.
         too_long: ids of prompts that were left out because they are longer than `max_prompt_tokens`.
         too_short: ids whose response has fewer than two tokens, so that no block fits.
+        refused: ids of prompts with an answer whose tokens could not be confirmed (answers of a server).
     """
 
     trunks: list[Trunk]
     too_long: list[str]
     too_short: list[str]
+    refused: list[str] = field(default_factory=list)
 
 
 def prepare_trunks(
@@ -65,15 +70,18 @@ def prepare_trunks(
         advance: called with (responses done, responses in all).
 
     Raises:
-        InputError: nothing is left to train on, or the template cannot render a prompt.
+        InputError: nothing is left to train on, the template cannot render a prompt, or the server is not the target's.
+        EnvironmentFault: the server that answers is gone; the answers so far are kept.
     """
     answers = data.response.model_copy(update={"temperature": 0.0, "samples": 1}) if greedy else data.response
     header = {
         "schema": SCHEMA,
         "target": f"{target.fingerprint} in {target.dtype}",
         "template": fingerprint(getattr(target.tokenizer, "chat_template", None), data.template_kwargs),
-        "response": fingerprint(answers.model_dump(exclude={"batch_size"}), data.max_prompt_tokens, seed),
+        "response": fingerprint(answers.model_dump(exclude=_HOW), data.max_prompt_tokens, seed),
     }
+    if answers.server is not None:
+        header["by"] = "a server"  # which one does not matter: it is the same target, and may move
     book = _Book(path, header, answers.regenerate)
     given = [p for p in prompts if book.given(p)]
     asked = [p for p in prompts if not book.given(p)]
@@ -84,22 +92,46 @@ def prepare_trunks(
                 target.tokenizer, prompt, template_kwargs=data.template_kwargs, eos_ids=target.eos_ids
             )
             longest = data.max_prompt_tokens + answers.max_new_tokens
-            taken.append((prompt, 0, [t for t in found if len(t) <= longest]))
+            taken.append(Dialogue(prompt, 0, [t for t in found if len(t) <= longest]))
     book.add(taken)
     total = len(given) + len(asked) * answers.samples
-    work = [(p, s) for p in asked for s in range(answers.samples) if not book.has(p, s)]
-    advance(total - len(work), total)
     sampling = Sampling(answers.temperature, answers.top_k, answers.top_p)
-    options = Options(answers.max_new_tokens, sampling, seed=seed, batch_size=answers.batch_size)
-    for start in range(0, len(work), answers.batch_size):
-        _answer(target, work[start : start + answers.batch_size], data, options, book)
-        advance(total - len(work) + min(start + answers.batch_size, len(work)), total)
+    work = [Dialogue(p, s, drawn=sampling) for p in asked for s in range(answers.samples) if not book.has(p, s)]
+    left = len(work)
+    advance(total - left, total)
+
+    def keep(answered: Sequence[Dialogue]) -> None:
+        nonlocal left
+        book.add(answered)
+        left -= len(answered)
+        advance(total - left, total)
+
+    if answers.server is not None:
+        if work:
+            from draftloop.supervise.answers import answer_by_server  # brings an HTTP client, seldom needed
+
+            answer_by_server(target, work, data, answers, seed, lambda dialogue: keep([dialogue]))
+    else:
+        options = Options(answers.max_new_tokens, sampling, seed=seed, batch_size=answers.batch_size)
+        for start in range(0, len(work), answers.batch_size):
+            batch = work[start : start + answers.batch_size]
+            _answer(target, batch, data, options)
+            keep(batch)
+    return _prepared(prompts, data, answers.samples, book)
+
+
+def _prepared(prompts: Sequence[Prompt], data: DataPart, samples: int, book: _Book) -> Prepared:
+    """What the book holds for the prompts, in their order."""
     trunks: list[Trunk] = []
     too_long: list[str] = []
     too_short: list[str] = []
+    refused: dict[str, str] = {}
     for prompt in prompts:
-        mine = [t for s in range(1 if book.given(prompt) else answers.samples) for t in book.get(prompt, s)]
-        if not mine:
+        answers = [book.get(prompt, s) for s in range(1 if book.given(prompt) else samples)]
+        mine = [trunk for answer in answers for trunk in answer.trunks]
+        if why := next((answer.refused for answer in answers if answer.refused), ""):
+            refused[prompt.id] = why
+        elif not mine:
             too_long.append(prompt.id)
         for trunk in mine:
             if any(a and b for a, b in zip(trunk.mask, trunk.mask[1:], strict=False)):
@@ -107,12 +139,18 @@ def prepare_trunks(
             else:
                 too_short.append(trunk.id)
     if not trunks:
-        raise _nothing_left(path, data, len(too_long), len(too_short))
-    return Prepared(trunks, too_long, too_short)
+        raise _nothing_left(book.path, data, len(too_long), len(too_short), len(refused))
+    if refused:
+        first, why = next(iter(refused.items()))
+        warnings.warn(f"{len(refused)} prompts have an answer that was refused ({first}: {why}).", stacklevel=3)
+    return Prepared(trunks, too_long, too_short, list(refused))
 
 
-def _nothing_left(path: Path, data: DataPart, long: int, short: int) -> InputError:
+def _nothing_left(path: Path, data: DataPart, long: int, short: int, refused: int) -> InputError:
     reasons, fixes = [], ["give other prompts."]
+    if refused:
+        reasons.append(f"{refused} with tokens that could not be confirmed")
+        fixes.insert(0, "use a server that returns token ids")
     if short:
         reasons.append(f"{short} with a response too short for an anchor")
     if long:
@@ -122,28 +160,20 @@ def _nothing_left(path: Path, data: DataPart, long: int, short: int) -> InputErr
     return InputError(f"no prompt is left ({', '.join(reasons)})", where=str(path), fix=fix[0].upper() + fix[1:])
 
 
-def _answer(target: Any, work: list[tuple[Prompt, int]], data: DataPart, options: Options, book: _Book) -> None:
-    """All turns of a batch of prompts, turn by turn; a prompt that grows too long stops there."""
-    made: dict[int, list[Trunk]] = {i: [] for i in range(len(work))}
-    said: dict[int, list[str]] = {i: [] for i in range(len(work))}
-    turn = 0
-    while True:
-        asking: list[tuple[int, list[int]]] = []
-        for i, (prompt, _) in enumerate(work):
-            if turn <= len(prompt.turns) and len(said[i]) == turn:
-                ids = encode_turn(target.tokenizer, prompt, said[i], template_kwargs=data.template_kwargs)
-                if len(ids) <= data.max_prompt_tokens:
-                    asking.append((i, ids))
-        if not asking:
-            break
-        requests = [Request(tuple(ids), key_of(turn_id(work[i][0].id, turn)), work[i][1]) for i, ids in asking]
-        for (i, ids), made_now in zip(asking, decode(target, None, requests, options), strict=True):
-            prompt, sample = work[i]
-            name = turn_id(prompt.id, turn)
-            made[i].append(response_trunk(ids, made_now.tokens, name, prompt.set, sample, made_now.finished))
-            said[i].append(answer_text(target.tokenizer, made_now.tokens, target.eos_ids))
-        turn += 1
-    book.add([(prompt, sample, made[i]) for i, (prompt, sample) in enumerate(work)])
+def _answer(target: Any, batch: Sequence[Dialogue], data: DataPart, options: Options) -> None:
+    """All turns of a batch of prompts by our own target, turn by turn."""
+    while asking := [(one, ids) for one in batch if (ids := one.ask(target, data)) is not None]:
+        requests = [Request(tuple(ids), key_of(one.name), one.sample) for one, ids in asking]
+        for (one, ids), made in zip(asking, decode(target, None, requests, options), strict=True):
+            one.take(target, ids, made.tokens, made.finished)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the book holds of one answered prompt: its trunks, and why one more was refused."""
+
+    trunks: list[Trunk]
+    refused: str = ""
 
 
 class _Book:
@@ -151,13 +181,13 @@ class _Book:
 
     def __init__(self, path: Path, header: dict[str, Any], regenerate: bool) -> None:
         self.path, self.regenerate = path, regenerate
-        self._trunks: dict[tuple[str, int, str], list[Trunk]] = {}
+        self._kept: dict[tuple[str, int, str], Kept] = {}
         lines = _whole_lines(path)
         if lines and json.loads(lines[0]) == header:
             for number, line in enumerate(lines[1:], start=2):
                 row = json.loads(line)
                 trunks = [Trunk.from_json(t, f"{path}:{number}") for t in row["trunks"]]
-                self._trunks[(row["prompt"], row["sample"], row["asked"])] = trunks
+                self._kept[(row["prompt"], row["sample"], row["asked"])] = Kept(trunks, row.get("refused", ""))
         else:
             lines = [json.dumps(header)]
         write_text(path, "".join(line + "\n" for line in lines))
@@ -172,17 +202,20 @@ class _Book:
         return prompt.id, sample, fingerprint(text, prompt.turns, prompt.tools)
 
     def has(self, prompt: Prompt, sample: int) -> bool:
-        return self._key(prompt, sample) in self._trunks
+        return self._key(prompt, sample) in self._kept
 
-    def get(self, prompt: Prompt, sample: int) -> list[Trunk]:
-        return self._trunks.get(self._key(prompt, sample), [])
+    def get(self, prompt: Prompt, sample: int) -> Kept:
+        return self._kept.get(self._key(prompt, sample), Kept([]))
 
-    def add(self, answered: Sequence[tuple[Prompt, int, list[Trunk]]]) -> None:
+    def add(self, answered: Sequence[Dialogue]) -> None:
         lines = []
-        for prompt, sample, trunks in answered:
-            key = self._key(prompt, sample)
-            self._trunks[key] = trunks
-            row = {"prompt": key[0], "sample": key[1], "asked": key[2], "trunks": [trunk.to_json() for trunk in trunks]}
+        for one in answered:
+            key = self._key(one.prompt, one.sample)
+            self._kept[key] = Kept(one.trunks, one.refused)
+            trunks = [trunk.to_json() for trunk in one.trunks]
+            row = {"prompt": key[0], "sample": key[1], "asked": key[2], "trunks": trunks}
+            if one.refused:
+                row["refused"] = one.refused
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
         try:
             with open(self.path, "a", encoding="utf-8") as handle:

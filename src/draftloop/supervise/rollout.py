@@ -17,6 +17,7 @@ from torch import Tensor
 from draftloop.core.draws import key_of
 from draftloop.core.errors import InputError
 from draftloop.core.law import Sampling
+from draftloop.core.ranks import Ranks
 from draftloop.core.weights import read_tensors, write_tensors
 from draftloop.data.trunk import Trunk, response_trunk
 from draftloop.decode.loop import decode
@@ -37,6 +38,7 @@ def roll_out(
     max_new_tokens: int,
     seed: int,
     visit: int,
+    ranks: Ranks | None = None,
 ) -> list[Lesson]:
     """Decode the prompts of fixed trunks anew with the current drafter.
 
@@ -48,15 +50,18 @@ def roll_out(
         max_new_tokens: length limit.
         seed: of the keyed draws.
         visit: how many rollouts came before; the sample number of every request.
+        ranks: the processes that share the prompts.
 
     Returns:
-        one lesson a prompt; responses without a verification are left out.
+        one lesson a prompt of this process's share; responses without a verification are left out.
 
     Raises:
-        InputError: no response was long enough for a block.
+        InputError: no response of any process was long enough for a block.
     """
+    ranks = ranks or Ranks()
+    mine = ranks.share(prompts)
     # several answers to one prompt are several prompts here: else they would be rolled out as one and the same text
-    requests = [Request(trunk.prompt, key_of(f"{trunk.id}#{trunk.sample}"), visit) for trunk in prompts]
+    requests = [Request(trunk.prompt, key_of(f"{trunk.id}#{trunk.sample}"), visit) for trunk in mine]
     options = Options(
         max_new_tokens,
         Sampling(part.temperature),
@@ -66,15 +71,15 @@ def roll_out(
         record=True,
     )
     lessons = []
-    for trunk, made in zip(prompts, decode(target, drafter, requests, options), strict=True):
+    for trunk, made in zip(mine, decode(target, drafter, requests, options), strict=True):
         if not made.steps:
             continue
-        name = response_trunk(trunk.prompt, made.tokens, trunk.id, trunk.set, visit, made.finished)
-        lesson = rolled_out(name, made)
+        text = response_trunk(trunk.prompt, made.tokens, trunk.id, trunk.set, visit, made.finished, options.sampling)
+        lesson = rolled_out(text, made)
         if part.teacher == "recompute":
             lesson.verified = None
         lessons.append(lesson)
-    if not lessons:
+    if not any(ranks.merge([bool(lessons)])):
         raise InputError(
             "no rolled-out response was long enough for a block",
             fix="Raise rollout.max_new_tokens or give other prompts.",
@@ -125,6 +130,6 @@ def load_rollout(path: Path, device: torch.device) -> list[Lesson]:
                 tensors[f"{i}.steps"].tolist(), tensors[f"{i}.log_q"].tolist(), strict=True
             )
         )
-        parts = {name: tensors[f"{i}.{name}"].to(device) for name in _ROWS if f"{i}.{name}" in tensors}
+        parts: dict[str, Any] = {name: tensors[f"{i}.{name}"].to(device) for name in _ROWS if f"{i}.{name}" in tensors}
         lessons.append(Lesson(trunk, steps=steps, **parts))
     return lessons

@@ -1,16 +1,39 @@
-"""A key/value cache whose rows advance at their own pace.
+"""Key/value caches: one whose rows advance at their own pace, and one that holds finished trunks for their branches.
 
-Slot = logical position, in every row: feeding a position again overwrites it, so rejected drafts need no cropping; the
-mask alone decides what is visible. The model above it is Hugging Face's, unmodified.
+Slot = logical position in every row of the first: feeding a position again overwrites it, so rejected drafts need no
+cropping; the mask alone decides what is visible. The model above is Hugging Face's, unmodified.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from draftloop.core.tree import Packed
+
+
+@dataclass(frozen=True)
+class TrunkState:
+    """What the target computed for one trunk of T tokens, enough to score branches without feeding it again.
+
+    Attributes:
+        layers: keys and values of each decoder layer, [kv heads, T, head dim] each.
+        hidden: [T, H] rows after the final norm (the law of each next token).
+        version: the target's `version` at that time; a state of another version does not count.
+    """
+
+    layers: tuple[tuple[Tensor, Tensor], ...]
+    hidden: Tensor
+    version: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors held."""
+        return self.hidden.nbytes + sum(k.nbytes + v.nbytes for k, v in self.layers)
 
 
 class _RowLayer(CacheLayerMixin):
@@ -85,3 +108,64 @@ class RowCache(Cache):
                 continue
             layer.keys = layer.keys.index_select(0, rows)
             layer.values = layer.values.index_select(0, rows)
+
+    def bytes_a_token(self) -> int:
+        """What the state of one more token of a row weighs, its hidden row left out."""
+        return sum((one.keys[0, :, 0].nbytes + one.values[0, :, 0].nbytes) for one in self.layers)
+
+    def state(self, row: int, hidden: Tensor, version: int) -> TrunkState:
+        """A copy of what row `row` holds of its first [T] tokens, `hidden` [T, H] being theirs."""
+        size = hidden.shape[0]
+        layers = tuple((one.keys[row, :, :size].clone(), one.values[row, :, :size].clone()) for one in self.layers)
+        return TrunkState(layers, hidden, version)
+
+
+class _TrunkLayer(CacheLayerMixin):
+    """One decoder layer of finished trunks; laid into rows only while that layer runs."""
+
+    is_sliding = False
+
+    def __init__(self, owner: TrunkCache, index: int) -> None:
+        super().__init__()
+        self.owner, self.index, self.is_initialized = owner, index, True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is held here."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The trunks' keys and values in front, the new states behind; nothing is written."""
+        return self._behind(key_states, 0), self._behind(value_states, 1)
+
+    def _behind(self, new: Tensor, part: int) -> Tensor:
+        rows, heads, fed, width = new.shape
+        out = new.new_zeros(rows, heads, self.owner.span + fed, width)
+        out[:, :, self.owner.span :] = new
+        for state, row, start, size in self.owner.pieces:
+            out[row, :, start : start + size] = state.layers[self.index][part][:, :size]
+        return out
+
+    def get_seq_length(self, *args: Any) -> int:
+        return self.owner.span
+
+    def get_mask_sizes(self, *args: Any) -> tuple[int, int]:
+        return self.owner.span, 0
+
+    def get_max_length(self) -> int:
+        return self.owner.span
+
+    get_max_cache_shape = get_max_length
+
+
+class TrunkCache(Cache):
+    """Trunks that were computed before, in the rows of a packed tree whose branches are fed now. Read only.
+
+    Args:
+        states: one a trunk of the tree, in its order; each at least as long as what the tree holds of it.
+        packed: the tree, laid out `aligned`.
+    """
+
+    def __init__(self, states: list[TrunkState], packed: Packed) -> None:
+        self.span = packed.first
+        places = zip(packed.row.tolist(), packed.start.tolist(), packed.size.tolist(), strict=True)
+        self.pieces = [(state, *place) for state, place in zip(states, places, strict=True)]
+        super().__init__(layers=[_TrunkLayer(self, i) for i in range(len(states[0].layers))])

@@ -15,8 +15,9 @@ from torch import nn
 
 from draftloop.core.errors import EnvironmentFault, InputError
 from draftloop.core.law import Readout
-from draftloop.core.tree import hang_branches
+from draftloop.core.tree import pack_branches
 from draftloop.core.weights import check_folder
+from draftloop.target.attention import family_of, narrowed
 from draftloop.target.embedded import embedded_target
 from draftloop.target.model import Target
 
@@ -32,7 +33,7 @@ def load_target(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Target:
-    """Load a full-attention Hugging Face causal LM as a target.
+    """Load a Hugging Face causal LM with full or sliding-window attention as a target.
 
     Args:
         source: a checkpoint folder, a hub id, `smollm2` (the embedded default), or a live causal LM.
@@ -59,6 +60,16 @@ def load_target(
     if tokenizer is None:
         tokenizer = _read_tokenizer(path, name, revision, trust_remote_code)
     return _wrap(model, tokenizer, name)
+
+
+def load_tokenizer(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a checkpoint folder, a hub id or `smollm2`, without its model.
+
+    Raises:
+        InputError: it cannot be loaded.
+    """
+    path = embedded_target() if source == EMBEDDED else Path(source).expanduser()
+    return _read_tokenizer(str(path) if path.exists() else source, source, revision, trust_remote_code)
 
 
 def pick_device(device: str | torch.device) -> torch.device:
@@ -169,13 +180,6 @@ def _wrap(model: Any, tokenizer: Any, name: str) -> Target:
             where=name,
             fix="Load it with attn_implementation='sdpa'.",
         )
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
-    if kinds:
-        raise InputError(
-            f"the model has layers of kind {sorted(kinds)}, which we cannot score yet",
-            where=name,
-            fix="Use a full-attention target.",
-        )
     base = model.get_decoder() if hasattr(model, "get_decoder") else getattr(model, "base_model", None)
     depth = getattr(config, "num_hidden_layers", 0)
     lists = [m for m in base.children() if isinstance(m, nn.ModuleList) and len(m) == depth] if base is not None else []
@@ -199,6 +203,7 @@ def _wrap(model: Any, tokenizer: Any, name: str) -> Target:
         scale=float(getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)),
         soft_cap=getattr(config, "final_logit_softcapping", None),
     )
+    family = family_of(base, config, name)
     eos = _eos_ids(model, tokenizer, readout.weight.shape[0], name)
     target = Target(
         model,
@@ -206,13 +211,15 @@ def _wrap(model: Any, tokenizer: Any, name: str) -> Target:
         base=base,
         layers=lists[0],
         readout=readout,
+        family=family,
         eos_ids=eos,
         context_limit=_context_limit(config),
         name=name,
     )
     _check_finite(model, name)
     try:
-        _probe(target)
+        with narrowed(config, 3):  # so that windows matter to the few tokens of the probe
+            _probe(target)
     except InputError:
         raise
     except Exception as error:  # the model's own code, fed with a mask and a cache of ours
@@ -222,13 +229,13 @@ def _wrap(model: Any, tokenizer: Any, name: str) -> Target:
     return target
 
 
-_PLAIN = "This kind of attention cannot be scored exactly yet; use a plain full-attention target."
+_PLAIN = "This kind of attention cannot be scored exactly yet; use a target with full or sliding-window attention."
 
 
 def _context_limit(config: Any) -> int:
-    """The longest text whose every token attends to all before it, at frequencies that do not depend on the length."""
+    """The longest text that its family scores exactly, at frequencies that do not depend on the length."""
     rope = getattr(config, "rope_parameters", None) or {}
-    bounds = [getattr(config, "max_position_embeddings", None), getattr(config, "sliding_window", None)]
+    bounds = [getattr(config, "max_position_embeddings", None)]
     if rope.get("rope_type") == "longrope":  # beyond the original length, every key of the text would turn anew
         bounds.append(rope.get("original_max_position_embeddings"))
     # a window by any other name (keep_window_size, attention_window, ...) begins to matter at its length
@@ -305,22 +312,36 @@ def _probe(target: Target) -> None:
             raise InputError(
                 f"the output of its layer {layer} cannot be tapped", where=target.name, fix="Use another target."
             )
-    one = torch.ones(1, dtype=torch.int64, device=target.device)
-    tree, slot = hang_branches([trunk], 0 * one, 2 * one, branch.unsqueeze(0), 2 * one)
-    rows = target.score(tree)
-    scored = target.readout.logits(torch.cat([rows.hidden[0, :3], rows.hidden[0, slot[0]]]))
-    cache = target.new_cache(8)
-    place = torch.arange(5, device=target.device).unsqueeze(0)
-    stale = torch.cat([trunk[:3], branch.flip(0)]).unsqueeze(0)  # wrong tokens first: the next feed must overwrite them
-    target.extend(cache, stale, place)
-    cached = target.readout.logits(target.extend(cache, plain[:, 3:], place[:, 3:]).hidden[0])
     scale = want.abs().max().clamp(min=1e-6)
     limit = 1e-4 if target.dtype in (torch.float32, torch.float64) else 6e-2
-    for part, got, expected in (("tree mask or readout", scored, want), ("cache", cached, want[3:])):
-        error = float((got - expected).abs().max() / scale)
+
+    def agree(part: str, rows: torch.Tensor, expected: torch.Tensor) -> None:
+        error = float((target.readout.logits(rows) - expected).abs().max() / scale)
         if error > limit:
             raise InputError(
                 f"its {part} does not agree with its own plain forward (off by {error:.1e} of the largest logit)",
                 where=target.name,
                 fix=_PLAIN,
             )
+
+    one = torch.ones(1, dtype=torch.int64, device=target.device)
+    place = torch.arange(5, device=target.device).unsqueeze(0)
+    packed = pack_branches([trunk], [0], 0 * one, 2 * one, branch.unsqueeze(0), 2 * one, aligned=True)
+    slots = torch.cat([place[0, :3], packed.slot[0]])
+    rows = target.score(packed.tree).hidden[0, slots]
+    agree("tree mask or readout", rows, want)
+    try:
+        early = target.score(packed.tree, read=(torch.zeros_like(slots), slots)).hidden
+        target._reads_early = torch.allclose(early, rows, rtol=1e-2, atol=1e-2)
+    except (
+        RuntimeError,
+        ValueError,
+        IndexError,
+    ):  # it looks at the shape behind its last layer: slots are then picked at the end
+        target._reads_early = False
+    cache = target.new_cache(8)
+    stale = torch.cat([trunk[:3], branch.flip(0)]).unsqueeze(0)  # wrong tokens first: the next feed must overwrite them
+    target.extend(cache, stale, place)
+    agree("cache", target.extend(cache, plain[:, 3:], place[:, 3:]).hidden[0], want[3:])
+    state = cache.state(0, target.extend(cache, trunk.unsqueeze(0), place).hidden[0], target.version)
+    agree("kept trunk", target.resume(packed, [state], (torch.zeros_like(slots[3:]), slots[3:])), want[3:])

@@ -1,7 +1,8 @@
 """The target: the causal LM that verifies, seen as hidden rows, tapped features and a readout.
 
 Wraps an unmodified Hugging Face model. Knows no drafter, no sampling and no loss: `extend` feeds tokens through a cache
-(prefill and verification alike), `score` reads a whole tree of trunks and branches in one forward.
+(prefill and verification alike), `score` reads a whole tree of trunks and branches in one forward, `resume` only the
+branches, on trunks whose state was kept. What depends on the kind of attention is the `AttentionFamily`'s.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from torch import Tensor, nn
 from draftloop.core.errors import InputError
 from draftloop.core.files import fingerprint
 from draftloop.core.law import Law, Readout, Sampling
-from draftloop.core.tree import Tree
-from draftloop.target.cache import RowCache
+from draftloop.core.tree import Packed, Tree
+from draftloop.target.attention import AttentionFamily, Masks
+from draftloop.target.cache import RowCache, TrunkState
+
+Read = tuple[Tensor, Tensor]  # int64 [n], int64 [n]: rows and slots whose hidden rows are wanted
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Rows:
     """What a forward leaves.
 
     Attributes:
-        hidden: [b, t, H] after the final norm, what the readout reads.
+        hidden: [b, t, H] after the final norm, what the readout reads; [n, H] if only n slots were asked for.
         features: [b, t, F * H] raw outputs of the tapped decoder layers, ascending; None if none was tapped.
     """
 
@@ -45,7 +49,8 @@ class Target:
         readout: logits from hidden rows.
         eos_ids: tokens that end a response.
         context_limit: longest text that it can score exactly.
-        version: counts weight changes (`touch`); it keys features and traces.
+        version: counts weight changes (`touch`); it keys features, trunk states and traces.
+        family: what its kind of attention needs.
     """
 
     def __init__(
@@ -56,17 +61,19 @@ class Target:
         base: nn.Module,
         layers: nn.ModuleList,
         readout: Readout,
+        family: AttentionFamily,
         eos_ids: Sequence[int],
         context_limit: int,
         name: str,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self._base, self._layers = base, layers
-        self.readout = readout
+        self.readout, self.family = readout, family
         self.eos_ids = tuple(eos_ids)
         self.context_limit = context_limit
         self.name = name
         self.version = 0
+        self._reads_early = True  # whether the last layer's output may be cut down to the slots that are read
         self._cache_name = "cache" if "cache" in inspect.signature(base.forward).parameters else "past_key_values"
 
     @property
@@ -126,7 +133,7 @@ class Target:
     def new_cache(self, capacity: int) -> RowCache:
         """An empty cache for texts of at most `capacity` tokens."""
         self.check_length(capacity)
-        return RowCache(self.num_layers, capacity)
+        return self.family.new_cache(self.num_layers, capacity)
 
     def check_length(self, tokens: int) -> None:
         """Refuse texts that the target cannot score exactly.
@@ -151,30 +158,84 @@ class Target:
             positions: int64 [b, t], ascending in each row; padding may stand behind a row's end.
             taps: decoder layers whose outputs are wanted.
         """
-        return self._forward(ids, positions, cache.aim(positions), taps, cache)
+        masks = self.family.text_masks(cache.aim(positions), positions)
+        return self._forward(ids, positions, masks, taps, cache)
 
     @torch.no_grad()
-    def score(self, tree: Tree, taps: Sequence[int] = ()) -> Rows:
+    def score(self, tree: Tree, taps: Sequence[int] = (), read: Read | None = None) -> Rows:
         """Read trunks and branches in one forward: each slot sees its ancestors and nothing else.
+
+        Args:
+            tree: rows of trunks and branches.
+            taps: decoder layers whose outputs are wanted, at all slots.
+            read: the slots whose hidden rows are wanted; None = all.
 
         Raises:
             InputError: a text is longer than `context_limit`.
         """
         self.check_length(int(tree.position.max()) + 1)
-        return self._forward(tree.tokens, tree.position, tree.dense_mask(), taps, None)
+        return self._forward(tree.tokens, tree.position, self.family.tree_masks(tree), taps, read=read)
+
+    @torch.no_grad()
+    def resume(self, packed: Packed, states: list[TrunkState], read: Read) -> Tensor:
+        """Feed the branches alone, on trunks that were computed before: `score` without its trunk slots.
+
+        Args:
+            packed: trunks and branches, laid out `aligned`; of a trunk no more than its state holds.
+            states: one a trunk, of this `version`.
+            read: branch slots whose hidden rows are wanted.
+
+        Returns:
+            [n, H].
+
+        Raises:
+            InputError: a text is longer than `context_limit`.
+        """
+        assert all(state.version == self.version for state in states), "a state of other weights"
+        tree, first = packed.tree, packed.first
+        self.check_length(int(tree.position.max()) + 1)
+        cache, masks = self.family.resume(states, packed), self.family.tree_masks(tree, first)
+        read = (read[0], read[1] - first)
+        return self._forward(tree.tokens[:, first:], tree.position[:, first:], masks, (), cache, read).hidden
 
     def _forward(
-        self, ids: Tensor, positions: Tensor, mask: Tensor, taps: Sequence[int], cache: RowCache | None
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        masks: Masks,
+        taps: Sequence[int],
+        cache: Any = None,
+        read: Read | None = None,
     ) -> Rows:
         kwargs: dict[str, Any] = {} if cache is None else {self._cache_name: cache}
         # a last block may reach beyond the context, where learned positions end; nothing of that is kept
         places = positions.clamp(max=self.context_limit - 1)
-        with self._tapped(taps) as tapped:
+        early = read if self._reads_early else None
+        with self._tapped(taps) as tapped, self._cut_down(early):
             out = self._base(
-                input_ids=ids, position_ids=places, attention_mask=mask, use_cache=cache is not None, **kwargs
+                input_ids=ids, position_ids=places, attention_mask=masks, use_cache=cache is not None, **kwargs
             )
+        hidden = out.last_hidden_state
+        if read is not None:
+            hidden = hidden.squeeze(0) if early is not None else hidden[read]
         features = torch.cat([tapped[layer] for layer in taps], dim=-1) if taps else None
-        return Rows(out.last_hidden_state, features)
+        return Rows(hidden, features)
+
+    @contextmanager
+    def _cut_down(self, read: Read | None) -> Iterator[None]:
+        """Let the last layer hand on only the slots that are read, [1, n, H]: what follows it works slot by slot."""
+
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            if isinstance(output, tuple):
+                return (output[0][read].unsqueeze(0), *output[1:])
+            return output[read].unsqueeze(0)
+
+        handles = [] if read is None else [self._layers[-1].register_forward_hook(hook)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     @contextmanager
     def _tapped(self, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:

@@ -24,6 +24,7 @@ from draftloop.evaluate.speed import compare
 from draftloop.evaluate.summary import acceptance_fields, write_summary
 from draftloop.evaluate.tau import Response, acceptance, paired
 from draftloop.evaluate.walk import walk
+from draftloop.recipe import StagePart
 from draftloop.train.material import Material, command, hardware, load_recipe_target, versions
 from draftloop.train.progress import Progress
 from draftloop.train.stage import StageOutcome
@@ -174,13 +175,20 @@ def _stage(
             "cells": {
                 "trunks": part.trunks,
                 "anchors": part.anchors,
-                "proposals": part.proposals,
+                "proposals": _mixture(part),
                 "objective": part.objective.kind,
             },
         }
-        if part.proposals != "trunk":
+        if set(part.mixture) != {"trunk"} and any(map(any, outcome.splits)):
             base["split"] = _split(outcome.splits)
     return {**base, **fields}
+
+
+def _mixture(part: StagePart) -> str:
+    """`sampled`, or `trunk 0.33 + sampled 0.67`."""
+    if len(part.mixture) == 1:
+        return next(iter(part.mixture))
+    return " + ".join(f"{source} {share:.2g}" for source, share in part.mixture.items())
 
 
 def _split(splits: list[list[int]]) -> dict[str, Any]:

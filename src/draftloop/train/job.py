@@ -16,16 +16,18 @@ from torch import Tensor
 
 from draftloop.core.errors import InputError
 from draftloop.core.files import write_json
+from draftloop.core.ranks import together
 from draftloop.core.weights import read_tensors, write_tensors
 from draftloop.drafter.build import for_decoding
 from draftloop.evaluate.report import write_report
-from draftloop.formats.zlab import MASK, save_drafter
+from draftloop.formats.mask_vector import MASK
+from draftloop.formats.zlab import save_drafter
 from draftloop.recipe import Recipe, StagePart
 from draftloop.recipe_file import dump_recipe
 from draftloop.train.checkpoint import State, load
 from draftloop.train.final import conclude
 from draftloop.train.material import Material, find_run, gather
-from draftloop.train.metrics import MetricsLog
+from draftloop.train.metrics import MetricsLog, SilentLog
 from draftloop.train.progress import Cost, cost_sheet
 from draftloop.train.stage import StageOutcome, StageRun
 
@@ -35,7 +37,7 @@ Say = Callable[[str], None]
 def train(
     recipe: Recipe, *, out: Path | None = None, fresh: bool = False, quiet: bool = False, say: Say = print
 ) -> Path:
-    """Run a recipe to its end and leave a run directory.
+    """Run a recipe to its end and leave a run directory; processes that a launcher started do it together.
 
     Args:
         recipe: what to do.
@@ -49,7 +51,7 @@ def train(
 
     Raises:
         InputError: the recipe's inputs cannot be used, or the directory holds another run.
-        EnvironmentFault: memory or disk is exhausted.
+        EnvironmentFault: memory or disk is exhausted, or another of the processes is gone.
     """
     if not recipe.stages:
         raise InputError(
@@ -61,19 +63,32 @@ def train(
     if unbounded:
         raise InputError(f"stage {unbounded[0]!r} has no end", where="stages", fix="Give it steps or minutes.")
     folder = out or Path(recipe.out or f"runs/{recipe.name}")
-    found = find_run(recipe, folder, fresh=fresh)
-    if found is not None and (folder / "summary.json").is_file():
-        if not (folder / "report.html").is_file():  # killed between the two
-            write_report(folder)
-        say(f"The run in {folder} is complete; --fresh would begin it anew.")
-        return folder
-    began = time.monotonic()
-    material = gather(found or recipe, folder, new=found is None, quiet=quiet)
-    try:
-        _run(material, began, say)
-    finally:
-        material.release()
+    with together(recipe.target.device) as ranks:
+        say = say if ranks.first else _silence
+        found, complete = ranks.once(lambda: _found(recipe, folder, fresh))
+        if complete:
+            say(f"The run in {folder} is complete; --fresh would begin it anew.")
+            return folder
+        began = time.monotonic()
+        material = gather(found or recipe, folder, new=found is None, quiet=quiet or not ranks.first, ranks=ranks)
+        try:
+            _run(material, began, say)
+        finally:
+            material.release()
     return folder
+
+
+def _silence(text: str) -> None:
+    """What a process says that is not the first."""
+
+
+def _found(recipe: Recipe, folder: Path, fresh: bool) -> tuple[Recipe | None, bool]:
+    """The run to go on with, if any, and whether it is complete."""
+    found = find_run(recipe, folder, fresh=fresh)
+    complete = found is not None and (folder / "summary.json").is_file()
+    if complete and not (folder / "report.html").is_file():  # killed between the two
+        write_report(folder)
+    return found, complete
 
 
 def _run(material: Material, began: float, say: Say) -> None:
@@ -84,16 +99,23 @@ def _run(material: Material, began: float, say: Say) -> None:
     say(cost_sheet([_cost(material, stage) for stage in material.recipe.stages]))
     earlier = _seconds(folder)
     outcomes = _stages(material, say, earlier - began)
+    if material.ranks.first:
+        _deliver(material, outcomes, began - earlier, say)
+    material.ranks.barrier()  # the run directory is complete, whoever looks
+
+
+def _deliver(material: Material, outcomes: list[StageOutcome], began: float, say: Say) -> None:
+    """Save the best drafter, measure it, write the summary and the report; `began` as if there were one attempt."""
+    folder = material.folder
     delivered = max(outcomes, key=lambda outcome: outcome.tau)
     served = with_weights(material, delivered.tensors)
     save_drafter(served, folder / "drafter", dtype=material.target.dtype, extra={"stage": delivered.name})
     if served.spec.learned_mask:
         say(
             f"The drafter's learned mask vector is in drafter/{MASK}; vLLM and SGLang read one only from"
-            f" mask_embedding.pt, which is not written: they would draft with token {served.spec.mask_token_id} in its"
-            " place, and fewer tokens would be accepted."
+            " mask_embedding.pt, which `draftloop export` writes."
         )
-    conclude(material, outcomes, delivered, earlier + time.monotonic() - began, say)
+    conclude(material, outcomes, delivered, time.monotonic() - began, say)
     write_report(folder)
 
 
@@ -138,9 +160,11 @@ def _cost(material: Material, stage: StagePart) -> Cost:
     if stage.trunks == "rollout":
         size = min(stage.rollout.prompts or len(trunks), len(trunks))
         tokens += round(-(-max(steps, 1) // stage.rollout.refresh_every) * size * mean)
-    scored = stage.proposals == "redraft" or (stage.proposals == "recorded" and stage.rollout.teacher == "recompute")
-    if scored:
-        tokens += round(steps * stage.accumulate * stage.batch_size * mean)
+    sources = set(stage.mixture)
+    anew = {"redraft", "sampled"} | ({"recorded"} if stage.rollout.teacher == "recompute" else set())
+    for _ in sources & anew:
+        branches = stage.anchors_per_sequence * max(0, material.drafter.spec.drafted - 1)
+        tokens += round(steps * stage.accumulate * stage.batch_size * (mean + branches))
     weights = sum(p.numel() for p in material.drafter.parameters()) * 4
     vocabulary = material.target.vocab_size * 4
     return Cost(
@@ -160,7 +184,8 @@ def _stages(material: Material, say: Say, clock: float) -> list[StageOutcome]:
     state: State | None = load(folder / "checkpoints", material.fingerprints)
     position = int(_account(folder)["metrics"])
     here = state if state is not None and state.stage == len(done) else None
-    metrics = MetricsLog(folder, keep=here.extra["metrics"] if here else position)
+    first = material.ranks.first
+    metrics = MetricsLog(folder, keep=here.extra["metrics"] if here else position) if first else SilentLog()
     with metrics:
         for index in range(len(done), len(recipe.stages)):
             part = recipe.stages[index]
@@ -172,19 +197,24 @@ def _stages(material: Material, say: Say, clock: float) -> list[StageOutcome]:
             elif part.steps is None:
                 assert part.minutes is not None
                 part.steps = run.measure(part.minutes)
-                dump_recipe(recipe, folder / "recipe.yaml")
+                if first:
+                    dump_recipe(recipe, folder / "recipe.yaml")
                 say(f"Stage {part.name}: {part.minutes:g} minutes are {part.steps} steps here.")
             outcome = run.run()
-            write_tensors(folder / "stages" / f"{part.name}.safetensors", outcome.tensors)
             done.append(outcome)
-            record = [{k: v for k, v in asdict(one).items() if k != "tensors"} for one in done]
-            seconds = clock + time.monotonic()
-            note = {"schema": 1, "metrics": metrics.position(), "seconds": seconds, "stages": record}
-            write_json(folder / "stages.json", note)
+            if first:
+                _note_down(folder, done, metrics.position(), clock + time.monotonic())
             say(
                 f"Stage {part.name}: validation tau {outcome.tau:.3f} at step {outcome.chosen_step} of {outcome.steps}."
             )
     return done
+
+
+def _note_down(folder: Path, done: list[StageOutcome], position: int, seconds: float) -> None:
+    """Write what the stage that is just done leaves: its weights, and the account of all that are."""
+    write_tensors(folder / "stages" / f"{done[-1].name}.safetensors", done[-1].tensors)
+    record = [{k: v for k, v in asdict(one).items() if k != "tensors"} for one in done]
+    write_json(folder / "stages.json", {"schema": 1, "metrics": position, "seconds": seconds, "stages": record})
 
 
 def _account(folder: Path) -> dict[str, Any]:

@@ -23,12 +23,13 @@ import torch
 
 from draftloop.core.errors import InputError
 from draftloop.core.files import fingerprint, write_json, writing_fault
+from draftloop.core.ranks import Ranks, launched
 from draftloop.core.version import VERSION
 from draftloop.data.overlap import Overlap, ngram_overlap
 from draftloop.data.prompts import Prompt, read_prompts, split
 from draftloop.drafter.build import new_drafter
 from draftloop.drafter.spec import spec_for
-from draftloop.formats.zlab import load_drafter
+from draftloop.formats.load import load_drafter
 from draftloop.recipe import Recipe, TargetPart
 from draftloop.recipe_file import dump_recipe, load_recipe, recipe_differences, recipe_fingerprint
 from draftloop.supervise.lesson import FeatureStore, Lesson
@@ -54,6 +55,7 @@ class Material:
         lessons: by split; features are computed when first needed.
         store: where features come from.
         quiet: no progress.
+        ranks: the processes that train together; the run directory is the first one's to write.
     """
 
     recipe: Recipe
@@ -64,6 +66,7 @@ class Material:
     prepared: dict[str, Prepared]
     store: FeatureStore
     quiet: bool = False
+    ranks: Ranks = field(default_factory=Ranks)
     lessons: dict[str, list[Lesson]] = field(init=False)
 
     def hold(self, lock: ExitStack) -> None:
@@ -197,7 +200,7 @@ def _changes(old: Recipe, new: Recipe) -> list[str]:
     return recipe_differences(old, new)
 
 
-def gather(recipe: Recipe, folder: Path, *, new: bool, quiet: bool = False) -> Material:
+def gather(recipe: Recipe, folder: Path, *, new: bool, quiet: bool = False, ranks: Ranks | None = None) -> Material:
     """Load the target, read the prompts, build the drafter, have the prompts answered.
 
     Args:
@@ -205,10 +208,12 @@ def gather(recipe: Recipe, folder: Path, *, new: bool, quiet: bool = False) -> M
         folder: the run directory; nothing is written there before all inputs are known to be usable.
         new: begin the run.
         quiet: no progress.
+        ranks: the processes that train together; the first holds the directory and has the prompts answered.
 
     Raises:
         InputError: any of the recipe's inputs cannot be used.
     """
+    ranks = ranks or Ranks()
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
     prompts = read_splits(recipe)  # before the target: a wrong file name should not cost a model's loading
@@ -221,12 +226,15 @@ def gather(recipe: Recipe, folder: Path, *, new: bool, quiet: bool = False) -> M
         drafter = load_drafter(recipe.drafter.init, target, dtype=torch.float32)
     else:
         drafter = new_drafter(spec_for(recipe.drafter, target), target, recipe.seed)
-    with alone(folder) as lock:
-        if new:
+    with alone(folder) if ranks.first else ExitStack() as lock:
+        if new and ranks.first:
             begin_run(recipe, folder)
-        prepared = {name: answer_split(recipe, target, prompts[name], name, folder, quiet=quiet) for name in SPLITS}
-        store = FeatureStore(target, drafter.spec.target_layers, recipe.feature_memory_gb * 2**30)
-        material = Material(recipe, folder, target, drafter, prompts, prepared, store, quiet)
+        prepared = ranks.once(
+            lambda: {name: answer_split(recipe, target, prompts[name], name, folder, quiet=quiet) for name in SPLITS}
+        )
+        keep = any(stage.branch.state == "keep" for stage in recipe.stages)
+        store = FeatureStore(target, drafter.spec.target_layers, recipe.feature_memory_gb * 2**30, keep_state=keep)
+        material = Material(recipe, folder, target, drafter, prompts, prepared, store, quiet, ranks)
         material.hold(lock.pop_all())
     return material
 
@@ -290,7 +298,10 @@ def answer_split(
 def command() -> str:
     """The command line of this process, as a user would type it."""
     name = Path(sys.argv[0]).name
-    return " ".join(["draftloop" if name in ("draftloop", "__main__.py") else name, *sys.argv[1:]])
+    ours = name in ("draftloop", "__main__.py")
+    if ours and launched() > 1:
+        return " ".join([f"torchrun --nproc-per-node {launched()} -m draftloop.cli", *sys.argv[1:]])
+    return " ".join(["draftloop" if ours else name, *sys.argv[1:]])
 
 
 def versions() -> dict[str, str]:
@@ -311,6 +322,8 @@ def hardware() -> dict[str, Any]:
         "cpu_cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
+    if launched() > 1:
+        found["processes"] = launched()
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name(0)
     return found

@@ -117,6 +117,23 @@ class MetricsLog:
         self.close()
 
 
+class SilentLog(MetricsLog):
+    """Writes nothing: the log of a process that is not the first of those that train together."""
+
+    def __init__(self) -> None:
+        pass
+
+    def write(self, kind: str, *, stage: str, step: int, **values: object) -> None:
+        """Do nothing."""
+
+    def position(self) -> int:
+        """Return 0."""
+        return 0
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read metrics.jsonl; a last line without an end (a run killed, or writing right now) is left out.
 

@@ -27,6 +27,7 @@ from draftloop.supervise.batch import Scored, supervise
 from draftloop.supervise.lesson import Lesson
 from draftloop.supervise.rollout import load_rollout, roll_out, save_rollout
 from draftloop.train.checkpoint import Best, State, save
+from draftloop.train.expect import EVERY, Expected
 from draftloop.train.material import Material
 from draftloop.train.metrics import MetricsLog
 from draftloop.train.optimiser import DrafterOptimiser
@@ -68,6 +69,7 @@ class StageRun:
 
     def __init__(self, material: Material, index: int, start: dict[str, Tensor], metrics: MetricsLog) -> None:
         self.material, self.index, self.metrics = material, index, metrics
+        self.ranks = material.ranks
         self.part: StagePart = material.recipe.stages[index]
         self.drafter = material.drafter
         self.drafter.load_state_dict(start)
@@ -81,6 +83,8 @@ class StageRun:
         self.lessons: list[Lesson] = material.lessons["train"] if self.part.trunks == "fixed" else []
         self.rollouts = material.folder / "rollouts"
         self.rolled = -1  # which rollout the lessons are
+        self.parts = 1  # and of how many processes
+        self.expected = Expected(self.part, self.ranks)
 
     def resume(self, state: State) -> None:
         """Go on from a checkpoint of this stage."""
@@ -89,8 +93,8 @@ class StageRun:
         self.step, self.labels, self.seconds, self.best = state.step, state.labels, state.seconds, state.best
         self.validation, self.splits = state.extra["validation"], state.extra["splits"]
         if state.extra["rolled"] >= 0:
-            self.rolled = state.extra["rolled"]
-            self.lessons = load_rollout(self._rollout_file(self.rolled), self.material.target.device)
+            self.rolled, self.parts = state.extra["rolled"], state.extra["parts"]
+            self.lessons = [one for file in self._rollout_files() for one in self._read(file)]
 
     def run(self) -> StageOutcome:
         """Train until the last step.
@@ -123,6 +127,8 @@ class StageRun:
                     labels=self.labels,
                     seconds=self.seconds,
                 )
+                if self.step % EVERY == 0:
+                    self.expected.write(self.metrics, self.step)
                 tau = self._validate() if self.step in looks else None
                 if (self.step % keep == 0) if keep else tau is not None:
                     self.save()
@@ -155,6 +161,7 @@ class StageRun:
         look = min(_seconds(self._walk) for _ in range(2))
         for parameter in self.drafter.parameters():
             parameter.grad = None
+        self.expected = Expected(self.part, self.ranks)
         budget = minutes * 60 - self.part.evaluations * look
         each *= 1.08  # the optimiser's own share is not measured
         steps = int(budget / each)
@@ -163,7 +170,7 @@ class StageRun:
             within = max((n for n in range(steps) if n * each + -(-n // every) * rollout <= budget), default=1)
             # half the time goes into steps, whatever a rollout costs: a stage of rollouts alone would teach nothing
             steps = max(within, int(budget / 2 / each))
-        return max(self.part.evaluations, steps)
+        return self.ranks.once(lambda: max(self.part.evaluations, steps))  # the first one's, for clocks differ
 
     def _update(self, steps: int) -> tuple[Learnt, float, float]:
         learnt = self._gradient(self.step)
@@ -177,10 +184,18 @@ class StageRun:
 
     def _gradient(self, step: int) -> Learnt:
         try:
-            batches = [self._batch(step, i) for i in range(self.part.accumulate)]
-            return differentiate(
-                self.part.objective, batches, self.drafter, self.material.target.readout, self.material.precision
+            parts = [self._batch(step, i) for i in range(self.part.accumulate)]
+            batches = [batch for batch in parts if batch is not None]
+            learnt = differentiate(
+                self.part.objective,
+                batches,
+                self.drafter,
+                self.material.target.readout,
+                self.material.precision,
+                self.ranks,
             )
+            self.expected.add(batches, learnt)
+            return learnt
         except torch.OutOfMemoryError as error:
             raise EnvironmentFault(
                 "out of memory in training",
@@ -188,8 +203,11 @@ class StageRun:
                 fix="Lower batch_size, anchors_per_sequence or objective.chunk, and resume with the same command.",
             ) from error
 
-    def _batch(self, step: int, micro: int) -> Scored:
-        """The micro-batch that step and place name: epochs are keyed permutations of the lessons, end to end."""
+    def _batch(self, step: int, micro: int) -> Scored | None:
+        """The micro-batch that step and place name: epochs are keyed permutations of the lessons, end to end.
+
+        With several processes its share, or None where there are fewer lessons than processes.
+        """
         size, count = self.part.batch_size, len(self.lessons)
         since = step
         if self.part.trunks == "rollout":
@@ -198,18 +216,21 @@ class StageRun:
         places = range(first, first + size)
         orders = {e: self._order(step, e, count) for e in {p // count for p in places}}
         picked = list(dict.fromkeys(int(orders[p // count][p % count]) for p in places))  # a lesson once a batch
-        lessons = [self.lessons[i] for i in picked]
+        lessons = [self.lessons[i] for i in self.ranks.share(picked)]
+        if not lessons:
+            return None
         for lesson in lessons:  # each alone: in a shared forward its rows would depend on what else was missing yet,
             self.material.store.fill([lesson])  # which after a resume is something else
         return supervise(
             self.part,
             lessons,
-            [step * self.part.accumulate + micro] * len(picked),
+            [step * self.part.accumulate + micro] * len(lessons),
             target=self.material.target,
             drafter=self.drafter,
             store=self.material.store,
             seed=self.material.recipe.seed ^ self.key,
             need_teacher=needs_teacher(self.part.objective),
+            precision=self.material.precision,
         )
 
     def _order(self, step: int, epoch: int, count: int) -> Tensor:
@@ -226,7 +247,7 @@ class StageRun:
         size = min(part.prompts or len(pool), len(pool))
         order = permutation(self.material.recipe.seed, Purpose.ORDER, len(pool), self.key, count, -1)
         began = time.perf_counter()
-        self.lessons = roll_out(
+        made = roll_out(
             self.material.target,
             for_decoding(self.drafter, self.material.target),
             [pool[i] for i in order[:size].tolist()],
@@ -234,8 +255,14 @@ class StageRun:
             max_new_tokens=part.max_new_tokens or self.material.recipe.data.response.max_new_tokens,
             seed=self.material.recipe.seed,
             visit=count,
+            ranks=self.ranks,
         )
-        self.rolled = count
+        self.rolled, self.parts = count, self.ranks.world
+        files = self._rollout_files()
+        save_rollout(files[self.ranks.rank], made)
+        self.ranks.barrier()
+        parts = [made if i == self.ranks.rank else self._read(file) for i, file in enumerate(files)]
+        self.lessons = [lesson for part in parts for lesson in part]
         steps = [step for lesson in self.lessons for step in lesson.steps]
         self.metrics.write(
             "rollout",
@@ -246,11 +273,17 @@ class StageRun:
             tau_pooled=sum(step.committed for step in steps) / len(steps),
             seconds=time.perf_counter() - began,
         )
-        save_rollout(self._rollout_file(count), self.lessons)
         return True
 
-    def _rollout_file(self, count: int) -> Path:
-        return self.rollouts / f"{self.part.name}-{count:04d}.safetensors"
+    def _rollout_files(self) -> list[Path]:
+        """Where the present rollout is: a file of each process that took part, which need not be as many as now."""
+        name = f"{self.part.name}-{self.rolled:04d}"
+        if self.parts == 1:
+            return [self.rollouts / f"{name}.safetensors"]
+        return [self.rollouts / f"{name}.rank{rank}of{self.parts}.safetensors" for rank in range(self.parts)]
+
+    def _read(self, file: Path) -> list[Lesson]:
+        return load_rollout(file, self.material.target.device)
 
     def _walk(self) -> float:
         lessons = self.material.lessons.get("validation")
@@ -260,9 +293,8 @@ class StageRun:
                 where="data.validation",
                 fix="Give some, or more training prompts to split them from.",
             )
-        return acceptance(
-            walk(for_decoding(self.drafter, self.material.target), lessons, self.material.store)
-        ).tau_pooled
+        served = for_decoding(self.drafter, self.material.target)
+        return acceptance(self.ranks.merge(walk(served, self.ranks.share(lessons), self.material.store))).tau_pooled
 
     def _validate(self) -> float:
         tau = self._walk()
@@ -274,7 +306,10 @@ class StageRun:
         return tau
 
     def save(self) -> None:
-        """Write a checkpoint; then let go of rollouts that it does not need."""
+        """Write a checkpoint; then let go of rollouts that it does not need. The first process does."""
+        self.expected.write(self.metrics, self.step)  # a resumed run begins a line here too
+        if not self.ranks.first:
+            return
         state = State(
             self.index,
             self.step,
@@ -288,12 +323,14 @@ class StageRun:
                 "validation": self.validation,
                 "splits": self.splits,
                 "rolled": self.rolled,
+                "parts": self.parts,
                 "metrics": self.metrics.position(),
             },
         )
         save(self.material.folder / "checkpoints", state)
+        needed = self._rollout_files()
         for file in self.rollouts.glob("*.safetensors"):
-            if file != self._rollout_file(self.rolled):
+            if file not in needed:
                 file.unlink(missing_ok=True)
 
 

@@ -1,0 +1,82 @@
+"""The command that hands a drafter to an engine: `export`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from draftloop.cli.app import AsJson, app, drafter_folder
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run directory, or a drafter folder (ours or a published one).")],
+    engine: Annotated[
+        Literal["vllm", "sglang", "both"], typer.Option("--for", help="The engine that is to serve it.")
+    ] = "both",
+    form: Annotated[
+        Literal["zlab", "speculators"], typer.Option(help="zlab: vLLM and SGLang read it; speculators: vLLM alone.")
+    ] = "zlab",
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Where to (default: RUN/export-ENGINE).")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option("--target", "-t", help="Folder or hub id under which the engine finds the target."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a drafter as a folder that vLLM or SGLang serves as it is, with a model card and the commands.
+
+    Both read the default form. Example:
+
+        draftloop export runs/mine --for vllm --target Qwen/Qwen3-8B
+    """
+    from draftloop.formats.export import export as run_export
+    from draftloop.formats.history import read_history
+    from draftloop.formats.load import load_drafter
+    from draftloop.formats.serving import TITLES
+
+    drafter = load_drafter(drafter_folder(run))
+    name = _found(target or drafter.spec.made_for.get("target"))
+    made = run_export(
+        drafter,
+        out or run / f"export-{engine}",
+        engine=engine,
+        form=form,
+        target_name=name,
+        target_architectures=_architectures(name),
+        history=read_history(run),
+    )
+    if as_json:
+        commands = {each: list(command) for each, command in made.commands.items()}
+        facts = {"folder": str(made.folder), "form": made.form, "target": name, "files": list(made.files)}
+        print(json.dumps({**facts, "commands": commands, "notes": list(made.notes)}, indent=2))
+        return
+    print(f"Exported to {made.folder} ({', '.join(made.files)}).")
+    for each, command in made.commands.items():
+        print(f"\n{TITLES[each]}:\n  {shlex.join(command)}")
+    for note in made.notes:
+        print(f"\nNote: {note}")
+
+
+def _found(target: str | None) -> str | None:
+    """The embedded target's name means a folder, which is what an engine must be told."""
+    from draftloop.target.embedded import embedded_target
+    from draftloop.target.load import EMBEDDED
+
+    return str(embedded_target()) if target == EMBEDDED else target
+
+
+def _architectures(target: str | None) -> list[str]:
+    """What a target folder says of its architecture; nothing for a hub id, which is not asked."""
+    file = Path(target).expanduser() / "config.json" if target else None
+    if file is None or not file.is_file():
+        return []
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")).get("architectures")
+    except (OSError, ValueError, AttributeError):
+        return []
+    return [str(name) for name in found] if isinstance(found, list) else []

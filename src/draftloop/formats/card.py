@@ -1,0 +1,118 @@
+"""The model card of an export: what it is, for whom, how it was trained, how to serve it.
+
+Knows Markdown and the facts it is handed.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from draftloop.core.version import VERSION
+from draftloop.drafter.spec import DrafterSpec
+from draftloop.formats.history import History
+from draftloop.formats.serving import TITLES, Engine, Form
+
+_FORMS: dict[Form, str] = {"zlab": "z-lab's form (DFlashDraftModel)", "speculators": "speculators' form"}
+
+
+def model_card(
+    spec: DrafterSpec,
+    *,
+    name: str,
+    target: str,
+    form: Form,
+    dtype: str,
+    parameters: int,
+    commands: Mapping[Engine, Sequence[str]],
+    notes: Sequence[str],
+    history: History | None,
+) -> str:
+    """Write the README.md of an export.
+
+    Args:
+        spec: of the drafter.
+        name: the heading.
+        target: folder or hub id of the target.
+        form: of the checkpoint.
+        dtype: of the stored weights.
+        parameters: how many.
+        commands: the serve command by engine.
+        notes: sentences that somebody who serves should read.
+        history: how it was trained; None where that is not known.
+    """
+    taps = ", ".join(str(layer) for layer in spec.target_layers)
+    mask = (
+        f"a learned vector (mask_embedding.pt; token {spec.mask_token_id} stands in for it)"
+        if spec.learned_mask
+        else f"token {spec.mask_token_id}"
+    )
+    lines = [
+        *_front_matter(target),
+        f"# {name}",
+        "",
+        f"A DFlash drafter for `{target}`: a small model that drafts {spec.drafted} tokens at a time for speculative"
+        " decoding. The target verifies every one of them, so what is answered is the target's answer. It is of no use"
+        " without that target, and of little with another.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| Target | `{target}` ({spec.num_target_layers} layers, vocabulary {spec.vocab_size}) |",
+        f"| Block | {spec.block_size} slots: the last token and {spec.drafted} drafted ones |",
+        f"| Target layers read | {taps} (0-based, the output of each) |",
+        f"| Drafted slots hold | {mask} |",
+        f"| Layers | {spec.layers} |",
+        f"| Parameters | {parameters:,} ({dtype}), without embedding and readout: the target's are used |",
+        f"| Form | {_FORMS[form]} |",
+        f"| Made by | draftloop {VERSION} |",
+        "",
+        "## Serve it",
+        "",
+    ]
+    for engine, command in commands.items():
+        lines += [f"{TITLES[engine]}:", "", "```bash", shlex.join(command), "```", ""]
+    lines += [f"- {note}" for note in ("If this folder or the target moves, change the paths.", *notes)]
+    lines += [""]
+    lines += _training(history)
+    lines += [
+        "## Licence",
+        "",
+        "Not stated yet. The target's licence and those of the training prompts bear on it: fill this in before you"
+        " publish.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _front_matter(target: str) -> list[str]:
+    hub_id = target.count("/") == 1 and not target.startswith((".", "/", "~")) and not Path(target).exists()
+    base = [f"base_model: {json.dumps(target)}"] if hub_id else []
+    return ["---", *base, "library_name: draftloop", "tags:", "- speculative-decoding", "- dflash", "---", ""]
+
+
+def _training(history: History | None) -> list[str]:
+    lines = ["## How it was trained", ""]
+    if history is None:
+        return [*lines, "Not known: it was exported without its run.", ""]
+    lines += ["| Stage | Method | Objective | Steps | Supervised positions |", "|---|---|---|---|---|"]
+    lines += [f"| {s.name} | {s.method} | {s.objective} | {s.steps} | {s.labels:,} |" for s in history.stages]
+    low, high = history.interval
+    lines += [
+        "",
+        f"Delivered: {history.delivered}. Trained on {history.hardware}, by:",
+        "",
+        "```bash",
+        history.command,
+        "```",
+        "",
+        f"tau, tokens committed per verification by the target, greedy, on held-out prompts: {history.tau:.2f}"
+        f" (95 % interval {low:.2f} to {high:.2f}).",
+        "",
+    ]
+    if history.sets:
+        lines += ["| Test set | tau | 95 % interval |", "|---|---|---|"]
+        lines += [f"| {name} | {tau:.2f} | {a:.2f} to {b:.2f} |" for name, (tau, a, b) in history.sets.items()]
+        lines += [""]
+    return lines

@@ -1,0 +1,163 @@
+"""Loading a drafter from a checkpoint folder, whichever form it is in; the others are refused by name.
+
+The one place where a family plugs in: a `Reader` in `READERS`. Knows no hub and no engine. The target is met only
+through its public attributes.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from draftloop.core.errors import InputError
+from draftloop.core.files import sha256_file
+from draftloop.core.weights import check_folder
+from draftloop.drafter.dflash import DFlash
+from draftloop.drafter.spec import DrafterSpec, check_fits
+from draftloop.formats import speculators, zlab_config
+from draftloop.formats.mask_vector import ENGINE_MASK, MASK, read_mask
+from draftloop.formats.tensors import AGAIN, VECTOR, read_published
+from draftloop.formats.zlab import CONFIG, WEIGHTS
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How one form of one family is read.
+
+    Attributes:
+        form: its name, as `export` spells it.
+        claims: whether a config.json says that it is in this form.
+        spec_of: (config.json, its path, num_target_layers=...) -> the spec, or an InputError.
+        tensors: (weight files, spec, folder, target) -> the drafter's tensors by name, checked.
+        build: spec -> an empty drafter.
+    """
+
+    form: str
+    claims: Callable[[dict[str, Any]], bool]
+    spec_of: Callable[..., DrafterSpec]
+    tensors: Callable[[list[Path], DrafterSpec, Path, Any], dict[str, Tensor]]
+    build: Callable[[DrafterSpec], DFlash]
+
+
+READERS = (
+    Reader("speculators", speculators.claims, speculators.spec_of, read_published, DFlash),
+    Reader("zlab", zlab_config.claims, zlab_config.spec_of, read_published, DFlash),
+)
+
+# A mark in an architecture or in speculators_model_type, whose drafter that is, and what we would need to read it.
+_OTHERS = (
+    ("peagle", "a P-EAGLE drafter", "an EAGLE-3 layer that drafts in parallel"),
+    ("eagle3", "an EAGLE-3 drafter", "a layer that reads its own output, token by token"),
+    ("eagle", "an EAGLE drafter", "a layer that reads its own output, token by token"),
+    ("dspark", "a DSpark drafter", "its Markov head and its confidence head"),
+    ("dflash2", "a DFlash 2 drafter", "its convolutions and its candidate selector"),
+    ("xpress", "an XPress drafter", "its layers"),
+    ("mtp", "a multi-token-prediction head", "its layers"),
+    ("medusa", "a Medusa drafter", "its heads"),
+)
+
+
+def load_drafter(path: str | os.PathLike[str], target: Any = None, *, dtype: torch.dtype | None = None) -> DFlash:
+    """Read a drafter from a checkpoint folder, ours or a published one, in z-lab's form or in speculators'.
+
+    Names may carry a `model.` prefix, and the weights may be split over several files. A copy of the target's embedding
+    or readout is accepted only beside a target whose own it is. A learned mask vector comes along, from our file or
+    from the one that engines read.
+
+    Args:
+        path: the folder.
+        target: a `Target` to check against, move to and bind to; None leaves the drafter unbound on the CPU.
+        dtype: of the weights; None = as stored (train in float32; `for_decoding` gives the target's).
+
+    Returns:
+        the drafter, trainable. Its `spec.made_for` is what the file says.
+
+    Warns:
+        UserWarning: the target is not the very one that the drafter was trained for. Only a warning, since drafting for
+        a fine-tuned target is lossless, and often the point.
+
+    Raises:
+        InputError: not a whole, finite checkpoint of a form that is read, one that says a thing twice and differently,
+            or one made for a target of another shape.
+    """
+    folder = Path(path).expanduser()
+    try:
+        check_folder(folder)
+    except OSError as error:
+        raise InputError(
+            f"it cannot be read ({error.strerror})", where=str(folder), fix="Check its permissions."
+        ) from error
+    config = zlab_config.read_config(folder / CONFIG)
+    reader = reader_for(config, folder / CONFIG)
+    spec = reader.spec_of(config, folder / CONFIG, num_target_layers=None if target is None else target.num_layers)
+    if target is not None:
+        check_fits(spec, target, str(folder))
+    vector = read_mask(spec, folder)
+    files = [file for file in sorted(folder.glob("*.safetensors")) if file.name != MASK]
+    tensors = reader.tensors(files, spec, folder, target)
+    if vector is not None:
+        tensors[VECTOR] = vector
+        spec = replace(spec, learned_mask=True)  # a published checkpoint says so by its file alone
+    _check_pair(config, folder)
+    kind = dtype or reduce(torch.promote_types, [tensor.dtype for tensor in tensors.values()])
+    with torch.device("meta"):  # shapes only: nothing is initialised to be thrown away
+        drafter = reader.build(spec)
+    # copied off the file, which is mapped: were it cut short later, touching a weight would kill the process
+    drafter.load_state_dict({name: tensor.to(kind, copy=True) for name, tensor in tensors.items()}, assign=True)
+    if target is None:
+        return drafter
+    known = spec.made_for.get("target_fingerprint")
+    if known is not None and known != target.fingerprint:
+        warnings.warn(
+            f"{folder}: the drafter was made for {spec.made_for.get('target')} ({known}), the target is {target.name} "
+            f"({target.fingerprint}); output stays exact, but fewer tokens may be accepted",
+            stacklevel=2,
+        )
+    return drafter.to(target.device).bind(target.embed, target.readout)
+
+
+def reader_for(config: dict[str, Any], where: Path) -> Reader:
+    """Who reads a config.json.
+
+    Raises:
+        InputError: a form or a family that is not read, named, with what it would need.
+    """
+    given = config.get("architectures")
+    names = [str(name) for name in given] if isinstance(given, list) else []
+    model = config.get("speculators_model_type")
+    algorithm = model if isinstance(model, str) else ""
+    for mark, kind, missing in _OTHERS:
+        for name in (algorithm, *names):
+            if mark in name.lower():
+                _refuse(f"this is {kind} ({name}), which is not read yet: it needs {missing}", where)
+    for reader in READERS:
+        if reader.claims(config):
+            return reader
+    if not names:
+        _refuse("the key architectures is missing, so this is no drafter in a form that is read", where)
+    _refuse(f"this is a {names[0]}, a form that is not read yet", where)
+
+
+def _check_pair(config: dict[str, Any], folder: Path) -> None:
+    """Refuse weights that config.json was not saved with: their shapes may agree, what they mean does not."""
+    mask = ENGINE_MASK if (folder / ENGINE_MASK).is_file() else MASK
+    for name, key, what in ((WEIGHTS, "weights_sha256", "weights"), (mask, "mask_sha256", "the learned mask vector")):
+        promised = (config.get("draftloop") or {}).get(key)
+        if promised is not None and (not (folder / name).is_file() or sha256_file(folder / name) != promised):
+            raise InputError(
+                f"{what} and config.json come from two different saves",
+                where=str(folder),
+                fix=f"{AGAIN} If you changed the file on purpose, remove draftloop.{key} from config.json.",
+            )
+
+
+def _refuse(what: str, where: Path) -> NoReturn:
+    raise InputError(what, where=str(where), fix="Use a DFlash checkpoint in z-lab's or in speculators' form.")
