@@ -147,13 +147,15 @@ def test_quickstart_is_a_recipe_that_takes_overrides(call, toy, tmp_path):
     cut = [f"{part}={json.dumps(given[part])}" for part in ("target", "drafter", "precision")]
     cut += [f"data={json.dumps(given['data'])}", "evaluate.audit_prompts=2", "evaluate.decode_prompts=0"]
     cut += [
-        f"stages.{name}.{end}" for name in ("sft", "draft-opd", "sft-continued") for end in ("steps=2", "minutes=null")
+        f"stages.{name}.{end}"
+        for name in ("sft", "draft-opd", "specopd", "sft-continued")
+        for end in ("steps=2", "minutes=null")
     ]
     status, out, err = call("quickstart", "--from-scratch", *cut, "--out", tmp_path / "run", "--json")
     assert status == 0, err
     found = json.loads(out)
     assert found["name"] == "quickstart"
-    assert [stage["name"] for stage in found["stages"]] == ["untrained", "sft", "draft-opd", "sft-continued"]
+    assert [stage["name"] for stage in found["stages"]] == ["untrained", "sft", "draft-opd", "specopd", "sft-continued"]
     assert found["stages"][3]["start"] == "sft"
     assert found["stages"][2]["split"]["blocks"] > 0
     assert found["lossless"] is True
