@@ -202,4 +202,5 @@ def test_golden_values():
         "ANCHOR": 5,
         "ORDER": 6,
         "INIT": 7,
+        "BRANCH": 8,
     }
