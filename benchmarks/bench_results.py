@@ -1,13 +1,8 @@
-"""Derive results/bench-vllm.json from the raw rows of `draftloop bench`.
-
-python benchmarks/bench_results.py derive   write it again
-python benchmarks/bench_results.py check    demand that deriving it again changes nothing
-"""
+"""results/bench-vllm.json from the raw rows of `draftloop bench`; `results.py` calls `derive` and `table`."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,24 +49,3 @@ def rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
     return [rounded(item) for item in value] if isinstance(value, list) else value
-
-
-def main() -> int:
-    """Run one of the two commands."""
-    if sys.argv[1:] not in (["derive"], ["check"]):
-        print(__doc__, file=sys.stderr)
-        return 2
-    derived = derive()
-    if sys.argv[1] == "derive":
-        for path, text in derived.items():
-            path.write_text(text, encoding="utf-8")
-        return 0
-    stale = [path for path, text in derived.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
-    for path in stale:
-        fix = "run `python benchmarks/bench_results.py derive`"
-        print(f"{path.relative_to(ROOT)} is not what its raw rows give; {fix}", file=sys.stderr)
-    return 1 if stale else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

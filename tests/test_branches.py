@@ -188,9 +188,12 @@ def test_sampled_acceptance_agrees_with_the_unbiased_expectation():
     assert wrong.alarm
 
 
-def test_draft_opd_on_sampled_branches_accepts_by_real_coins():
+@pytest.mark.parametrize("greedy_share", [0.0, 0.5])
+def test_draft_opd_on_sampled_branches_accepts_by_real_coins(greedy_share):
+    """With the law that is stored: a greedy branch was drawn with certainty, so p alone decides."""
     here, drafter = world("qwen3"), student("qwen3")
-    part = stage(proposals="sampled", objective={"kind": "draft_opd"}, anchors_per_sequence=99)
+    branch = {"greedy_share": greedy_share}
+    part = stage(proposals="sampled", objective={"kind": "draft_opd"}, branch=branch, anchors_per_sequence=99)
     batch = scored(part, here, here.lessons(), drafter)
     blocks = batch.blocks
     p = here.target.readout.logits(batch.teacher).softmax(-1).gather(-1, blocks.tokens.unsqueeze(-1)).squeeze(-1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -42,7 +42,7 @@ def quickstart(
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew in a directory that holds a run.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """The main job on a real model, in minutes: SFT, then Draft-OPD, measured and audited."""
+    """The main job on a real model, in minutes: SFT, then Draft-OPD and SpecOPD, measured and audited."""
     from draftloop.quickstart import quickstart as run
 
     _finish(run(overrides or [], out=out, fresh=fresh, quiet=as_json, say=say(as_json)), as_json)
@@ -61,6 +61,7 @@ def prepare(
     """Answer a recipe's prompts by its target and check the loss mask; `train` takes up the result."""
     from draftloop import api
     from draftloop.data.show import show as shown
+    from draftloop.target.load import load_tokenizer
 
     loaded = api.load_recipe(recipe, overrides or [])
     parts = api.prepare(loaded, out=out, quiet=as_json)
@@ -71,6 +72,7 @@ def prepare(
             "supervised": sum(t.supervised for t in part.trunks),
             "too_long": part.too_long,
             "too_short": part.too_short,
+            "refused": part.refused,
         }
         for name, part in parts.items()
     }
@@ -78,9 +80,11 @@ def prepare(
         print(json.dumps(facts, indent=2))
         return
     if show:
-        Console().print(shown(parts["train"].trunks, _tokenizer(loaded.target), show))
+        part = loaded.target
+        tokenizer = load_tokenizer(part.model, revision=part.revision, trust_remote_code=part.trust_remote_code)
+        Console().print(shown(parts["train"].trunks, tokenizer, show))
     for name, fact in facts.items():
-        left_out = len(fact["too_long"]) + len(fact["too_short"])  # type: ignore[arg-type]
+        left_out = sum(len(fact[why]) for why in ("too_long", "too_short", "refused"))  # type: ignore[misc,arg-type]
         told = (
             f"{name}: {fact['responses']} responses, {fact['tokens']} tokens, {fact['supervised']} of them supervised"
         )
@@ -96,15 +100,3 @@ def _finish(folder: Path, as_json: bool) -> None:
         return
     Console().print(summary_tables(read_summary(folder)))
     print(f"\nDrafter: {folder / 'drafter'}   report: {folder / 'report.html'}   figures: {folder / 'summary.json'}")
-
-
-def _tokenizer(part: Any) -> Any:
-    from transformers import AutoTokenizer
-
-    from draftloop.target.embedded import embedded_target
-    from draftloop.target.load import EMBEDDED
-
-    source = embedded_target() if part.model == EMBEDDED else Path(part.model).expanduser()
-    return AutoTokenizer.from_pretrained(
-        source if source.exists() else part.model, revision=part.revision, trust_remote_code=part.trust_remote_code
-    )

@@ -151,13 +151,13 @@ def pack_branches(
     width = int((behind + branch_slots).max())
 
     tree = {name: torch.full((batch, width), fill, dtype=torch.int64, device=device) for name, fill in _EMPTY.items()}
-    number = torch.zeros(len(trunks), dtype=torch.int64, device=device)  # of each trunk within its row
-    for i, (one, place) in enumerate(zip(trunks, rows, strict=True)):
-        span = slice(int(start[i]), int(start[i]) + one.numel())
-        number[i] = rows[:i].count(place)
+    numbers = [rows[:i].count(place) for i, place in enumerate(rows)]  # of each trunk within its row
+    for one, place, begin, nth in zip(trunks, rows, start.tolist(), numbers, strict=True):
+        span = slice(begin, begin + one.numel())
         tree["tokens"][place, span] = one.to(device)
         tree["position"][place, span] = tree["fork"][place, span] = torch.arange(one.numel(), device=device)
-        tree["trunk"][place, span] = number[i]
+        tree["trunk"][place, span] = nth
+    number = torch.tensor(numbers, dtype=torch.int64, device=device)
     steps = torch.arange(tokens.shape[1], device=device).unsqueeze(0)
     real = steps < length.unsqueeze(1)
     slot = torch.where(real, (behind[row[trunk]] + offset).unsqueeze(1) + steps, -1)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftloop.core.blocks import Blocks
 from draftloop.core.draws import Purpose, uniforms
-from draftloop.core.law import Law, Sampling
+from draftloop.core.law import Sampling
 from draftloop.recipe import Source, StagePart
 from draftloop.supervise.anchors import choose
 from draftloop.supervise.hard import choose_hard
@@ -206,19 +206,17 @@ def _redraft(at: _Place) -> _Part:
 
 def _sampled(at: _Place) -> _Part:
     assert at.hidden is not None
-    branch, readout = at.stage.branch, at.drafter.readout
-    limit = at.target.context_limit
+    branch = at.stage.branch
     blocks = sampled_blocks(
-        at.lessons, at.cells, at.hidden, readout, branch,
-        eos=at.target.eos_ids, limit=limit, seed=at.seed, visits=at.visits,
+        at.lessons, at.cells, at.hidden, at.drafter.readout, branch,
+        eos=at.target.eos_ids, limit=at.target.context_limit, seed=at.seed, visits=at.visits,
     )  # fmt: skip
     if not at.need_teacher:
         return _Part(blocks, at.labels, None)
     teacher = scored_rows(at.target, at.lessons, blocks)
     if at.stage.objective.kind == "draft_opd":  # the one objective that must know first what was accepted
-        sampling = Sampling(branch.temperature)
-        laws = Law(at.hidden.flatten(0, 1), readout, sampling), at.target.law(teacher.flatten(0, 1), sampling)
-        run = ratio_run(blocks, *laws, coins(at.lessons, blocks, at.seed, at.visits)).unsqueeze(1)
+        law = at.target.law(teacher.flatten(0, 1), Sampling(branch.temperature))
+        run = ratio_run(blocks, law, coins(at.lessons, blocks, at.seed, at.visits)).unsqueeze(1)
         blocks = replace(blocks, accepted=blocks.valid & (blocks.position <= run))
         return _Part(blocks, torch.where(blocks.accepted, blocks.tokens, -1), teacher)
     return _Part(blocks, at.labels, teacher)

@@ -5,6 +5,7 @@ Holds tensors; knows no drafter and no loss.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -136,7 +137,16 @@ class FeatureStore:
                 if held + cache.bytes_a_token() * sizes[i] + hidden.nbytes <= self.budget:
                     lesson.state = cache.state(i, hidden, self.target.version)
                 else:
-                    self.left_out += 1
+                    self._leave_out()
+
+    def _leave_out(self) -> None:
+        if not self.left_out:
+            warnings.warn(
+                "feature_memory_gb has no room for every trunk's keys and values: the others are recomputed with their"
+                " branches, which gives the same numbers in more time. Raise it, or set branch.state: recompute.",
+                stacklevel=2,
+            )
+        self.left_out += 1
 
     def release(self, lessons: list[Lesson]) -> None:
         """After use: keep what the budget allows, drop the rest (it will be computed again)."""

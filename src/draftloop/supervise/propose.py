@@ -124,25 +124,25 @@ def sampled_blocks(
 
 
 @torch.no_grad()
-def ratio_run(blocks: Blocks, student: Law, teacher: Law, coins: Tensor) -> Tensor:
-    """How many leading tokens of each block the ratio rule accepts: u < p(y) / q(y), both at the sampling of their law.
+def ratio_run(blocks: Blocks, teacher: Law, coins: Tensor) -> Tensor:
+    """How many leading tokens of each block the ratio rule accepts: u < p(y) / q(y), q as stored with the draw.
 
     Args:
-        student: the laws of the [N * K] drafted rows.
-        teacher: the target's laws of the same rows.
+        blocks: with the `log_q` of the law that each token was really drawn from.
+        teacher: the target's laws of the [N * K] rows.
         coins: float64 [N, K] in (0, 1).
 
     Returns:
         int64 [N].
     """
+    assert blocks.log_q is not None
     tokens = blocks.tokens.flatten()
-    margin = []
-    for part in torch.arange(tokens.numel(), device=tokens.device).split(256):
-        index = tokens[part].unsqueeze(-1)
-        p, q = (law.rows(part).log_probs().gather(-1, index).squeeze(-1) for law in (teacher, student))
-        margin.append(p.double() - q.double())
-    kept = coins.log() < torch.cat(margin).view_as(coins) if margin else torch.zeros_like(coins, dtype=torch.bool)
-    return leading(kept & blocks.valid)
+    log_p = [
+        teacher.rows(part).log_probs().gather(-1, tokens[part].unsqueeze(-1)).squeeze(-1)
+        for part in torch.arange(tokens.numel(), device=tokens.device).split(256)
+    ]
+    margin = torch.cat(log_p).double().view_as(coins) - blocks.log_q.double()
+    return leading((coins.log() < margin) & blocks.valid)
 
 
 def before_end(tokens: Tensor, eos: tuple[int, ...]) -> Tensor:
@@ -208,15 +208,18 @@ def _next_tokens(
     lessons: list[Lesson], cells: Cells, drafted: int, device: torch.device, masked: bool = True
 ) -> tuple[Tensor, Tensor]:
     """The trunk tokens behind each anchor and whether each is there (and, if `masked`, supervised without a gap)."""
-    tokens = torch.zeros(len(cells), drafted, dtype=torch.int64)
-    valid = torch.zeros(len(cells), drafted, dtype=torch.bool)
-    for i, (row, anchor) in enumerate(cells):
-        trunk = lessons[row].trunk
-        line = trunk.tokens[anchor + 1 : anchor + 1 + drafted]
-        tokens[i, : len(line)] = torch.tensor(line, dtype=torch.int64)
-        flags = trunk.mask[anchor + 1 : anchor + 1 + drafted] if masked else (True,) * len(line)
-        valid[i, : len(line)] = torch.tensor(flags, dtype=torch.bool)
-    return tokens.to(device), valid.to(device).long().cumprod(-1).bool()
+    width = max(len(lesson.trunk) for lesson in lessons) + drafted  # one tensor a trunk, not one a block
+    tokens = torch.zeros(len(lessons), width, dtype=torch.int64)
+    flags = torch.zeros(len(lessons), width, dtype=torch.bool)
+    for i, lesson in enumerate(lessons):
+        size = len(lesson.trunk)
+        tokens[i, :size] = torch.tensor(lesson.trunk.tokens)
+        flags[i, :size] = torch.tensor(lesson.trunk.mask) if masked else True
+    rows, anchors = _columns(cells, torch.device("cpu"))
+    place = anchors.unsqueeze(1) + torch.arange(1, drafted + 1)
+    there = flags[rows.unsqueeze(1), place].long().cumprod(-1).bool()
+    found = tokens[rows.unsqueeze(1), place]
+    return found.to(device), there.to(device)
 
 
 def _columns(cells: Cells, device: torch.device) -> tuple[Tensor, Tensor]:
