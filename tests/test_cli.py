@@ -130,6 +130,7 @@ def test_stopped_by_hand_it_says_that_it_goes_on(toy, tmp_path):
     going = subprocess.Popen(
         [sys.executable, "-m", "draftloop.cli", "train", toy / "recipe.yaml", *long, "--out", out],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore Ctrl-C
     )  # fmt: skip
     patience = time.monotonic() + 120
     while not (out / "checkpoints").is_dir() and time.monotonic() < patience and going.poll() is None:
