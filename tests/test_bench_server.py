@@ -158,6 +158,18 @@ def test_the_command_compares_two_servers_and_writes_raw_rows(tmp_path, capsys):
         assert "counters" in told
 
 
+def test_rows_of_an_earlier_bench_are_not_overwritten(tmp_path, capsys):
+    prompts, kept = toy_prompts(tmp_path / "p.jsonl", 2), tmp_path / "rows.jsonl"
+    kept.write_text("precious\n", encoding="utf-8")
+    with serving(Fake()) as url:
+        for out, code in ((kept, 2), (tmp_path / "new.jsonl", 0)):
+            with pytest.raises(SystemExit) as done:
+                main(["bench", "--url", url, "-p", str(prompts), "-c", "1", "--requests", "1", "--out", str(out)])
+            assert int(done.value.code or 0) == code
+    assert kept.read_text(encoding="utf-8") == "precious\n"
+    assert "not overwritten" in capsys.readouterr().err
+
+
 def test_a_server_that_is_not_there_is_one_sentence(tmp_path, capsys):
     start = time.monotonic()
     with pytest.raises(SystemExit) as done:

@@ -324,6 +324,18 @@ def test_the_command_speaks_json_and_takes_a_drafter_folder(run, tmp_path, capsy
     assert verifier == {"name_or_path": str(tmp_path / "t"), "architectures": ["Qwen3ForCausalLM"]}
 
 
+def test_what_a_drafter_was_trained_on_goes_with_it(tmp_path, capsys):
+    """Without its run too, and from one export to the next, in either form."""
+    save_drafter(loose(), tmp_path / "d", extra={"objective": "e2e_tv"})
+    for source, form, out in (("d", "zlab", "e"), ("e", "zlab", "f"), ("d", "speculators", "g")):
+        arguments = ("--for", "vllm", "--form", form, "-t", "org/model", "-o", str(tmp_path / out))
+        assert called(str(tmp_path / source), *arguments) == 0
+        assert '"draft_sample_method":"probabilistic"' in capsys.readouterr().out
+    save_drafter(loose(), tmp_path / "other", extra={"objective": "ce"})
+    assert called(str(tmp_path / "other"), "--for", "vllm", "-t", "org/model", "-o", str(tmp_path / "h")) == 0
+    assert "draft_sample_method" not in capsys.readouterr().out
+
+
 def test_the_command_names_what_is_wrong(run, tmp_path, capsys):
     assert called(str(run), "--form", "speculators", "--target", "a/b") == 2
     assert "SGLang does not read the speculators form" in capsys.readouterr().err

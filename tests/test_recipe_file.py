@@ -252,6 +252,12 @@ def test_mistakes_in_an_override(tmp_path, override, parts):
         ("stages.0.anchors=rollout", "need trunks: rollout"),
         ("stages.1.start=later", "no earlier stage"),
         ("stages.0.name=v1.5", "is taken"),
+        ("stages.0.proposals={}", "needs at least one of trunk, sampled"),
+        ("stages.0.proposals={trunk: 0.5, sampeld: 1}", "did you mean sampled"),
+        ("stages.0.proposals={trunk: 0, sampled: 1}", "the weight of trunk is 0"),
+        ("stages.0.proposals={trunk: .inf}", "must be a number above 0"),
+        ("stages.0.proposals={trunk: true}", "the weight of trunk is True"),
+        ("data.response.server=garbage", "is no URL"),
     ],
 )
 def test_cells_that_contradict_each_other(tmp_path, override, part):
@@ -375,6 +381,8 @@ def recipes(draw) -> Recipe:
         given_["data"]["response"]["samples"] = 1  # more would be the same answer again
     if given_["data"]["response"]["server"] is None:
         given_["data"]["response"] |= {"server_model": None, "server_key_env": None}
+    else:
+        given_["data"]["response"]["server"] = "http://127.0.0.1:8000/v1"
     given_["stages"] = []
     for position in range(draw(st.integers(0, 2))):
         stage = draw(_part(StagePart)) | draw(st.sampled_from(_CELLS))
@@ -382,8 +390,8 @@ def recipes(draw) -> Recipe:
         stage["method"] = draw(st.sampled_from(get_args(StagePart.model_fields["method"].annotation)))
         stage["start"] = draw(st.sampled_from(["previous", "init", *(other["name"] for other in given_["stages"])]))
         objective = stage["objective"]
-        if objective["kind"] not in ("tv", "e2e_tv"):
-            objective["temperature"] += 0.5  # 0 is for these two
+        if objective["kind"] not in ("tv", "e2e_tv") or 0 < objective["temperature"] < 1e-6:
+            objective["temperature"] += 0.5  # 0 is for these two, and next to nothing for none
         if stage["proposals"] == "trunk" and objective["kind"] == "draft_opd":
             objective["kind"] = "reverse_kl"
         if "sampled" in stage["proposals"] and objective["accepted"] == "ce":

@@ -6,9 +6,11 @@ usual rows, and a stage may change any cell. Reading, overrides and error messag
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import math
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 SCHEMA = 1
 
@@ -56,6 +58,12 @@ class ResponsePart(Part):
     server_key_env: str | None = Field(
         None, description="environment variable that holds the server's API key; the key itself is never stored"
     )
+
+    @model_validator(mode="after")
+    def _check_address(self) -> ResponsePart:
+        if self.server is not None and not self.server.startswith(("http://", "https://")):
+            raise ValueError(f"server {self.server!r} is no URL; write it like http://127.0.0.1:8000/v1")
+        return self
 
     @model_validator(mode="after")
     def _check_server(self) -> ResponsePart:
@@ -270,6 +278,23 @@ class StagePart(Part):
         method = given.get("method", "custom")
         return merged(METHODS.get(method, {}) if isinstance(method, str) else {}, given)
 
+    @field_validator("proposals", mode="before")
+    @classmethod
+    def _check_mixture(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        known = get_args(Source)
+        if not given:
+            raise ValueError(f"a mixture needs at least one of {', '.join(known)}")
+        for source, weight in given.items():
+            if source not in known:
+                near = get_close_matches(str(source), known, 1)
+                raise ValueError(f"{source!r} is no source of proposals; did you mean {near[0] if near else known}?")
+            number = isinstance(weight, int | float) and not isinstance(weight, bool)
+            if not number or not 0 < weight < math.inf:
+                raise ValueError(f"the weight of {source} is {weight!r}, and must be a number above 0; or leave it out")
+        return given
+
     @model_validator(mode="after")
     def _check_cells(self) -> StagePart:
         if self.anchors == "rollout" and self.trunks != "rollout":
@@ -337,34 +362,19 @@ class Recipe(Part):
         return self
 
 
+_FIXED = {"trunks": "fixed", "anchors": "random", "proposals": "trunk"}
+_CAREFUL = {"optimiser": {"lr": 3e-4}}  # for drafters that have had a warm-up
 METHODS: dict[str, dict[str, Any]] = {
-    "sft": {"trunks": "fixed", "anchors": "random", "proposals": "trunk", "objective": {"kind": "ce"}},
-    "off-policy-kl": {
-        "trunks": "fixed",
-        "anchors": "random",
-        "proposals": "trunk",
-        "objective": {"kind": "forward_kl"},
-    },
-    "overlap": {
-        "trunks": "fixed",
-        "anchors": "random",
-        "proposals": "trunk",
-        "objective": {"kind": "e2e_tv"},
-        "optimiser": {"lr": 3e-4},
-    },
-    "specopd": {
-        "trunks": "fixed",
-        "anchors": "random",
-        "proposals": "sampled",
-        "objective": {"kind": "e2e_tv"},
-        "optimiser": {"lr": 3e-4},
-    },
+    "sft": {**_FIXED, "objective": {"kind": "ce"}},
+    "off-policy-kl": {**_FIXED, "objective": {"kind": "forward_kl"}},
+    "overlap": {**_FIXED, "objective": {"kind": "e2e_tv"}, **_CAREFUL},
+    "specopd": {**_FIXED, "proposals": "sampled", "objective": {"kind": "e2e_tv"}, **_CAREFUL},
     "draft-opd": {
         "trunks": "rollout",
         "anchors": "rollout",
         "proposals": "recorded",
         "objective": {"kind": "draft_opd"},
-        "optimiser": {"lr": 3e-4},
+        **_CAREFUL,
     },
     "custom": {},
 }

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -64,8 +64,8 @@ def bench(
     head = {"kind": "bench", "prompts": [Path(name).name for name in prompts], "requests": requests}
     head |= {"max_new_tokens": max_new_tokens, "concurrencies": levels, "prompts_as": "token ids" if target else "chat"}
     with ExitStack() as stack:
-        write = _writer(stack, out)  # row by row, so that a killed bench has kept what it measured
-        write({**head, **_machine()})
+        # row by row, so that a killed bench has kept what it measured
+        write = _writer(stack, out, {**head, **_machine()})
         advance = stack.enter_context(reporting("bench", unit="requests", silent=as_json))
         rows = run(
             arms,
@@ -88,18 +88,23 @@ def bench(
         raise EnvironmentFault(f"{what} (first: {why})", where=url, fix="Look into the servers' logs.")
 
 
-def _writer(stack: ExitStack, out: Path | None) -> Callable[[dict[str, Any]], None]:
-    """A function that writes one row to `out`; to nowhere without it."""
+def _writer(stack: ExitStack, out: Path | None, head: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
+    """A function that writes one row to `out`, made with the first row and headed by `head`; to nowhere without it."""
     if out is None:
         return lambda row: None
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        handle = stack.enter_context(open(out, "w", encoding="utf-8", buffering=1))  # noqa: SIM115 (the stack closes it)
-    except OSError as error:
-        raise writing_fault(error, out) from error
+    if out.exists():
+        raise InputError("there is such a file already, and it is not overwritten", where=str(out), fix="Name another.")
+    opened: list[TextIO] = []
 
     def write(row: dict[str, Any]) -> None:
-        handle.write(json.dumps(row) + "\n")
+        try:
+            if not opened:
+                out.parent.mkdir(parents=True, exist_ok=True)
+                opened.append(stack.enter_context(out.open("x", encoding="utf-8", buffering=1)))
+                opened[0].write(json.dumps(head) + "\n")
+            opened[0].write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise writing_fault(error, out) from error
 
     return write
 

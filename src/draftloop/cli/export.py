@@ -35,11 +35,12 @@ def export(
         draftloop export runs/mine --for vllm --target Qwen/Qwen3-8B
     """
     from draftloop.formats.export import export as run_export
-    from draftloop.formats.history import read_history
+    from draftloop.formats.history import objective_of, read_history
     from draftloop.formats.load import load_drafter
     from draftloop.formats.serving import TITLES
 
-    drafter = load_drafter(drafter_folder(run))
+    folder = drafter_folder(run)
+    drafter = load_drafter(folder)
     name = _found(target or drafter.spec.made_for.get("target"))
     made = run_export(
         drafter,
@@ -49,6 +50,7 @@ def export(
         target_name=name,
         target_architectures=_architectures(name),
         history=read_history(run),
+        objective=objective_of(folder),
     )
     if as_json:
         commands = {each: list(command) for each, command in made.commands.items()}

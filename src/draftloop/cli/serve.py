@@ -37,8 +37,9 @@ def serve(
         draftloop serve runs/mine --engine-python ~/vllm/bin/python -t Qwen/Qwen3-8B -- --max-model-len 4096
     """
     from draftloop.engines.serve import find_engine, in_environment, run_engine, shell_line
+    from draftloop.formats.history import objective_of
     from draftloop.formats.load import load_drafter
-    from draftloop.formats.serving import caveats, check_served, serve_command
+    from draftloop.formats.serving import OVERLAP_OBJECTIVES, caveats, check_served, serve_command
     from draftloop.target.embedded import embedded_target
     from draftloop.target.load import EMBEDDED
 
@@ -58,7 +59,7 @@ def serve(
         *(["--trust-remote-code"] if trust_remote_code else []),
         *(extra or []),
     ]
-    probabilistic = bool(facts.get("probabilistic", False))
+    probabilistic = bool(facts.get("probabilistic", objective_of(folder) in OVERLAP_OBJECTIVES))
     if plain:
         head = (
             ["vllm", "serve", name] if engine == "vllm" else ["python", "-m", "sglang.launch_server", "--model", name]
@@ -80,7 +81,7 @@ def serve(
 def _folder(run: Path, engine: Literal["vllm", "sglang"], target: str | None) -> tuple[Path, dict[str, Any]]:
     """The folder to serve and what its serve.json says; a run's drafter is exported where no export is up to date."""
     from draftloop.formats.export import SERVE, export
-    from draftloop.formats.history import read_history
+    from draftloop.formats.history import objective_of, read_history
     from draftloop.formats.load import load_drafter
     from draftloop.formats.zlab import WEIGHTS
 
@@ -90,7 +91,8 @@ def _folder(run: Path, engine: Literal["vllm", "sglang"], target: str | None) ->
     weights = place / WEIGHTS
     if not weights.is_file() or weights.stat().st_mtime < (drafter / WEIGHTS).stat().st_mtime:
         name = target if target is None or not Path(target).expanduser().exists() else str(Path(target).expanduser())
-        export(load_drafter(drafter), place, engine=engine, target_name=name, history=read_history(run))
+        history, objective = read_history(run), objective_of(drafter)
+        export(load_drafter(drafter), place, engine=engine, target_name=name, history=history, objective=objective)
         print(f"exported to {place}", file=sys.stderr)
     return place.resolve(), _facts(place / SERVE)
 

@@ -72,6 +72,7 @@ def export(
     target_name: str | None = None,
     target_architectures: Sequence[str] = (),
     history: History | None = None,
+    objective: str = "",
     probabilistic: bool | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Export:
@@ -87,6 +88,7 @@ def export(
         target_name: folder or hub id under which engines find the target; default: what the drafter was made for.
         target_architectures: of the target's config.json, for the speculators form.
         history: how it was trained, for the card.
+        objective: what it was last trained on, where there is no history (`objective_of` its folder).
         probabilistic: draw drafts from the drafter's law when sampling (vLLM); default: when the last objective was
             one of overlap (`OVERLAP_OBJECTIVES`).
         dtype: of the stored weights; engines serve bfloat16.
@@ -107,15 +109,17 @@ def export(
             where="--target",
             fix="Name the folder or the hub id under which the engine finds the target.",
         )
+    objective = history.objective if history is not None else objective
     if probabilistic is None:
-        probabilistic = history is not None and history.objective in OVERLAP_OBJECTIVES
+        probabilistic = objective in OVERLAP_OBJECTIVES
     place = Path(folder).expanduser().resolve()
     _check_place(place)
     tensors, vector = tensors_of(drafter, dtype, place)
     commands = {each: serve_command(each, target, place, spec, probabilistic) for each in engines}
     notes = tuple(note for each in engines for note in caveats(each, spec, probabilistic))
     kind = str(dtype).removeprefix("torch.")
-    extra = {"export": form} if history is None else {"export": form, "stage": history.delivered}
+    extra = {"export": form} | ({"objective": objective} if objective else {})
+    extra |= {"stage": history.delivered} if history is not None else {}
     stage: Path | None = None
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

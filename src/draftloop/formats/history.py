@@ -52,6 +52,15 @@ class History:
     sets: dict[str, tuple[float, float, float]]
 
 
+def objective_of(folder: Path) -> str:
+    """What a drafter saved by us was last trained on, as its config.json says; "" where that is not said."""
+    try:
+        said = json.loads((folder / "config.json").read_text(encoding="utf-8"))["draftloop"]["extra"]["objective"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return said if isinstance(said, str) else ""
+
+
 def read_history(run: Path) -> History | None:
     """Read what a run directory tells; None where it has no summary (the run has not ended, or it is no run).
 

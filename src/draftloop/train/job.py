@@ -109,7 +109,9 @@ def _deliver(material: Material, outcomes: list[StageOutcome], began: float, say
     folder = material.folder
     delivered = max(outcomes, key=lambda outcome: outcome.tau)
     served = with_weights(material, delivered.tensors)
-    save_drafter(served, folder / "drafter", dtype=material.target.dtype, extra={"stage": delivered.name})
+    part = next(stage for stage in material.recipe.stages if stage.name == delivered.name)
+    extra = {"stage": part.name, "objective": part.objective.kind}
+    save_drafter(served, folder / "drafter", dtype=material.target.dtype, extra=extra)
     if served.spec.learned_mask:
         say(
             f"The drafter's learned mask vector is in drafter/{MASK}; vLLM and SGLang read one only from"
