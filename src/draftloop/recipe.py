@@ -202,7 +202,7 @@ class BranchPart(Part):
     state: Literal["recompute", "keep"] = Field(
         "recompute",
         description="the trunk's keys and values: run through the target again with its branches, or keep them within "
-        "feature_memory_gb and feed the branches alone; the same numbers",
+        "feature_memory_gb (and feature_disk_gb) and feed the branches alone; the same numbers",
     )
     target_tokens: int | None = Field(
         None,
@@ -339,6 +339,12 @@ class Recipe(Part):
     )
     feature_memory_gb: float = Field(
         4.0, gt=0, description="budget for trunk features kept in memory; beyond it they are recomputed"
+    )
+    feature_disk_gb: float = Field(
+        0.0,
+        ge=0,
+        description="budget, of all processes together, for those that memory has no room for, in the run directory "
+        "until the run is complete; 0 = none, they are recomputed",
     )
     target: TargetPart = Field(default_factory=TargetPart)
     data: DataPart = Field(default_factory=DataPart)

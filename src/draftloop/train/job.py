@@ -73,6 +73,7 @@ def train(
         material = gather(found or recipe, folder, new=found is None, quiet=quiet or not ranks.first, ranks=ranks)
         try:
             _run(material, began, say)
+            material.store.close()
         finally:
             material.release()
     return folder

@@ -32,6 +32,7 @@ from draftloop.drafter.spec import spec_for
 from draftloop.formats.load import load_drafter
 from draftloop.recipe import Recipe, TargetPart
 from draftloop.recipe_file import dump_recipe, load_recipe, recipe_differences, recipe_fingerprint
+from draftloop.supervise.disk import files_of
 from draftloop.supervise.lesson import FeatureStore, Lesson
 from draftloop.supervise.responses import Prepared, prepare_trunks
 from draftloop.target.load import load_target
@@ -112,7 +113,7 @@ class Material:
         with Progress("read the trunks", len(wanted), unit="trunks", silent=self.quiet) as progress:
             for start in range(0, len(wanted), 32):
                 part = wanted[start : start + 32]
-                self.store.fill(part)
+                self.store.fill(part, together=True)
                 self.store.release(part)
                 progress.update(start + len(part))
 
@@ -182,7 +183,7 @@ def alone(folder: Path) -> Iterator[ExitStack]:
 def begin_run(recipe: Recipe, folder: Path) -> None:
     """Make the run directory, without what an earlier run left there but for the target's answers."""
     (folder / "recipe.yaml").unlink(missing_ok=True)  # first: without it nobody takes up what is half removed
-    for stale in ("checkpoints", "rollouts", "stages", "drafter", "tensorboard"):
+    for stale in ("checkpoints", "rollouts", "stages", "drafter", "tensorboard", "features"):
         shutil.rmtree(folder / stale, ignore_errors=True)
     for name in ("stages.json", "summary.json", "report.html", "metrics.jsonl", "raw.jsonl"):
         (folder / name).unlink(missing_ok=True)
@@ -233,7 +234,13 @@ def gather(recipe: Recipe, folder: Path, *, new: bool, quiet: bool = False, rank
             lambda: {name: answer_split(recipe, target, prompts[name], name, folder, quiet=quiet) for name in SPLITS}
         )
         keep = any(stage.branch.state == "keep" for stage in recipe.stages)
-        store = FeatureStore(target, drafter.spec.target_layers, recipe.feature_memory_gb * 2**30, keep_state=keep)
+        store = FeatureStore(
+            target,
+            drafter.spec.target_layers,
+            recipe.feature_memory_gb * 2**30,
+            keep_state=keep,
+            files=files_of(folder / "features", recipe.feature_disk_gb * 2**30, ranks.rank, ranks.world),
+        )
         material = Material(recipe, folder, target, drafter, prompts, prepared, store, quiet, ranks)
         material.hold(lock.pop_all())
     return material
