@@ -345,7 +345,7 @@ class Leaky(attention.SoftmaxAttention):
 
     way: str
 
-    def tree_masks(self, tree, first=0):
+    def tree_masks(self, tree, first=0, flex=False):
         return spoilt(self.way, super().tree_masks(tree), tree, first)
 
 
@@ -367,7 +367,7 @@ def spoilt(way: str, right, tree, first: int):
         elif way == "window by slot" and name != "full_attention":
             mask = tree.dense_mask() & (slots[:, None] - slots < WINDOW)
         elif way == "window one wider" and name != "full_attention":
-            mask = tree.dense_mask() & tree.near(WINDOW + 1)
+            mask = tree.dense_mask(window=WINDOW + 1)
         elif way == "no window" and name != "full_attention":
             mask = tree.dense_mask()
         out[name] = mask[:, :, first:]
@@ -520,8 +520,9 @@ def test_layers_with_rotations_of_their_own():
 
 def test_a_window_that_a_model_counts_otherwise_is_refused(monkeypatch):
     """If our rule were off by one, loading would say so, however long the real window is."""
-    near = attention.Tree.near
-    monkeypatch.setattr(attention.Tree, "near", lambda tree, window, first=0: near(tree, window + 1, first))
+    mask = attention.Tree.dense_mask
+    wider = lambda tree, first=0, window=None: mask(tree, first, window and window + 1)  # noqa: E731
+    monkeypatch.setattr(attention.Tree, "dense_mask", wider)
     for kind, changes in (("mistral", {"sliding_window": 100}), ("qwen3", {**MIXED, "sliding_window": 100})):
         with pytest.raises(Exception, match="tree mask or readout does not agree"):
             load_target(tiny_model(kind, **changes))

@@ -33,6 +33,11 @@ class TargetPart(Part):
     revision: str | None = Field(None, description="hub revision")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto = bfloat16")
     device: str = Field("auto", description="auto = cuda where there is a GPU, else cpu")
+    tree_attention: Literal["auto", "dense", "flex"] = Field(
+        "auto",
+        description="how trunks with their branches are read: with dense masks, or by FlexAttention; auto = flex on "
+        "CUDA for long rows in bfloat16",
+    )
     trust_remote_code: bool = Field(
         False, description="run Python code that comes with the model; off unless you say so"
     )

@@ -8,10 +8,10 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import version
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from draftloop.core.draws import key_of
@@ -115,7 +115,7 @@ class FeatureStore:
             lesson.forget()
         self._kept, self._in_use, self._held, self._version = {}, {}, 0, self.target.version
         if self.files is not None:
-            where = (str(self.target.dtype), self.target.device.type, torch.__version__, transformers.__version__)
+            where = (str(self.target.dtype), self.target.device.type, torch.__version__, version("transformers"))
             self.files.open(self.target.fingerprint, self.taps, self.keep_state, where)
 
     def fits(self, lessons: list[Lesson]) -> bool:
