@@ -212,7 +212,8 @@ class BranchPart(Part):
     target_tokens: int | None = Field(
         None,
         ge=1,
-        description="most trunk and branch tokens in one target forward; fewer anchors are taken to stay within it",
+        description="most trunk and branch tokens of one forward, in all processes together; fewer anchors are taken "
+        "to stay within it",
     )
 
 
