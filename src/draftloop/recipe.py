@@ -34,9 +34,7 @@ class TargetPart(Part):
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto = bfloat16")
     device: str = Field("auto", description="auto = cuda where there is a GPU, else cpu")
     tree_attention: Literal["auto", "dense", "flex"] = Field(
-        "auto",
-        description="how trunks with their branches are read: with dense masks, or by FlexAttention; auto = flex on "
-        "CUDA for long rows in bfloat16",
+        "auto", description="masks of trunks with branches; flex = FlexAttention; auto = flex for long rows on CUDA"
     )
     trust_remote_code: bool = Field(
         False, description="run Python code that comes with the model; off unless you say so"
@@ -344,13 +342,10 @@ class Recipe(Part):
         "auto", description="compute type in training; weights stay float32. auto = bfloat16"
     )
     feature_memory_gb: float = Field(
-        4.0, gt=0, description="budget for trunk features kept in memory; beyond it they are recomputed"
+        4.0, gt=0, description="budget for trunk features kept in memory; beyond it they go to disk, or are recomputed"
     )
     feature_disk_gb: float = Field(
-        0.0,
-        ge=0,
-        description="budget, of all processes together, for those that memory has no room for, in the run directory "
-        "until the run is complete; 0 = none, they are recomputed",
+        0.0, ge=0, description="budget of all processes for those beyond it, in the run directory while it is trained"
     )
     target: TargetPart = Field(default_factory=TargetPart)
     data: DataPart = Field(default_factory=DataPart)

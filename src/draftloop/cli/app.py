@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,29 @@ def _settings(
 def say(as_json: bool) -> Callable[[str], None]:
     """How a command talks: to standard error when standard output is for JSON."""
     return lambda text: print(text, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+
+def engine_target(name: str | None) -> str | None:
+    """What an engine is to load a target from: the whole path of a folder, or a hub id; None stays None.
+
+    Raises:
+        InputError: it is written like a path, and there is no checkpoint.
+    """
+    from draftloop.core.errors import InputError
+    from draftloop.target.embedded import embedded_target
+    from draftloop.target.load import EMBEDDED
+
+    if name is None:
+        return None
+    if name == EMBEDDED:
+        return str(embedded_target())
+    local = Path(name).expanduser()
+    if (local / "config.json").is_file():
+        return str(local.resolve())
+    if local.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
+        what = "the folder has no config.json" if local.is_dir() else "there is no such target folder"
+        raise InputError(what, where=name, fix="Give --target the target's checkpoint folder or its hub id.")
+    return name
 
 
 def drafter_folder(path: Path) -> Path:

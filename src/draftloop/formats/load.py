@@ -7,6 +7,7 @@ through its public attributes.
 from __future__ import annotations
 
 import os
+import shlex
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -52,6 +53,8 @@ READERS = (
     Reader("zlab", zlab_config.claims, zlab_config.spec_of, read_published, DFlash),
 )
 
+_RUN = "run.json"  # only a run directory has one
+
 # A mark in an architecture or in speculators_model_type, whose drafter that is, and what we would need to read it.
 _OTHERS = (
     ("peagle", "a P-EAGLE drafter", "an EAGLE-3 layer that drafts in parallel"),
@@ -89,6 +92,12 @@ def load_drafter(path: str | os.PathLike[str], target: Any = None, *, dtype: tor
             or one made for a target of another shape.
     """
     folder = Path(path).expanduser()
+    if (folder / _RUN).is_file() and not (folder / CONFIG).exists():
+        raise InputError(
+            "this run has delivered no drafter yet",
+            where=str(folder),
+            fix=f"`draftloop train RECIPE --out {shlex.quote(str(folder))}` makes one, with the recipe of the run.",
+        )
     try:
         check_folder(folder)
     except OSError as error:

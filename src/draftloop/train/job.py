@@ -62,6 +62,13 @@ def train(
     unbounded = [stage.name for stage in recipe.stages if stage.steps is None and stage.minutes is None]
     if unbounded:
         raise InputError(f"stage {unbounded[0]!r} has no end", where="stages", fix="Give it steps or minutes.")
+    double = [stage.name for stage in recipe.stages if stage.steps is not None and stage.minutes is not None]
+    if double:
+        raise InputError(
+            f"stage {double[0]!r} has both steps and minutes",
+            where="stages",
+            fix="Set one of them to null; in the recipe.yaml of a run, steps are what its minutes came to.",
+        )
     folder = out or Path(recipe.out or f"runs/{recipe.name}")
     with together(recipe.target.device) as ranks:
         say = say if ranks.first else _silence

@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import platform
+import shlex
 import shutil
 import sys
 import weakref
@@ -309,8 +310,8 @@ def command() -> str:
     name = Path(sys.argv[0]).name
     ours = name in ("draftloop", "__main__.py")
     if ours and launched() > 1:
-        return " ".join([f"torchrun --nproc-per-node {launched()} -m draftloop.cli", *sys.argv[1:]])
-    return " ".join(["draftloop" if ours else name, *sys.argv[1:]])
+        return f"torchrun --nproc-per-node {launched()} -m draftloop.cli {shlex.join(sys.argv[1:])}".rstrip()
+    return shlex.join(["draftloop" if ours else name, *sys.argv[1:]])
 
 
 def versions() -> dict[str, str]:
