@@ -17,25 +17,12 @@ from draftloop.supervise.disk import TrunkFiles, files_of
 from draftloop.supervise.lesson import FeatureStore, Lesson
 from draftloop.supervise.score import scored_rows
 from draftloop.train.job import train
+from tests.lessons import Counted
 from tests.tiny import VOCAB, tiny_target
 from tests.toy_run import toy_recipe
 
 TAPS = (0, 2)
 LENGTHS = (19, 8, 30, 12)
-
-
-class Counted:
-    """A target that counts the texts it is fed."""
-
-    def __init__(self, target):
-        self.inner, self.texts = target, 0
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    def extend(self, cache, ids, positions, taps=()):
-        self.texts += len(ids)
-        return self.inner.extend(cache, ids, positions, taps)
 
 
 def lessons() -> list[Lesson]:

@@ -33,4 +33,9 @@ def flex(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float | No
 def _flex(compiled: bool) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
+    if not compiled:
+        return flex_attention
+    # each mask rule (drafter, tree, window) compiles anew, for one row and for several; beyond the limit of 8 it would
+    # run in its eager form, which holds all scores at once
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    return torch.compile(flex_attention, dynamic=True)

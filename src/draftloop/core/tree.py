@@ -80,7 +80,7 @@ class Tree:
             window: hide what stands `window` or more logical positions before the query; None = nothing.
         """
         trunk, branch, fork, position = (
-            field[:, first:] for field in (self.trunk, self.branch, self.fork, self.position)
+            field[:, first:].contiguous() for field in (self.trunk, self.branch, self.fork, self.position)
         )
         slot = torch.arange(self.tokens.shape[1], device=self.tokens.device)[first:]
         lowest = None if window is None else position - window

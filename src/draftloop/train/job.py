@@ -157,6 +157,9 @@ def _size_up(material: Material) -> str:
     dropped = sum(len(p.too_long) + len(p.too_short) for p in parts.values())
     if dropped:
         lines.append(f"{dropped} prompts were left out (too long, or answered with fewer than two tokens).")
+    disk = material.recipe.feature_disk_gb
+    if disk:
+        lines.append(f"Up to {disk:g} GB of trunk features may lie in features/ until the run is complete.")
     lines.append(f"{material.overlap()}")
     return "\n".join(lines)
 

@@ -16,9 +16,9 @@ from draftloop.target.flex import LONG, chosen
 from draftloop.target.load import load_target
 from draftloop.train.material import load_recipe_target
 from tests.test_core_tree import plans
-from tests.test_proposal_tree import EXACT, FAMILIES, MIXED, awkward, blocks_of, keep, worst
 from tests.tiny import tiny_model
 from tests.toy_run import toy_checkpoint
+from tests.trees import EXACT, FAMILIES, MIXED, awkward, blocks_of, keep, worst
 
 pytestmark = [
     pytest.mark.specopd,
