@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_results
+import branch_throughput
 import parity_results
 
 from draftloop.evaluate.tau import Response, acceptance, paired
@@ -63,9 +64,9 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, li
 
 def derive() -> dict[Path, str]:
     """Every derived file's text."""
-    others = ("parity-", "bench-")
+    others = ("parity-", "bench-", "branch-")
     runs = {path.stem: read(path) for path in sorted(RAW.glob("*.jsonl")) if not path.name.startswith(others)}
-    out = parity_results.derived() | bench_results.derive()
+    out = parity_results.derived() | bench_results.derive() | branch_throughput.derived()
     tables = []
     found: dict[str, dict[str, Any]] = {study: {} for study in STUDIES}
     for name, (head, stages, arms) in runs.items():
