@@ -102,7 +102,9 @@ class DrafterPart(Part):
     """The model that proposes."""
 
     family: Literal["dflash"] = Field("dflash", description="architecture; dflash drafts a whole block in one forward")
-    init: str | None = Field(None, description="a drafter directory to start from; the shape then comes from it")
+    init: str | None = Field(
+        None, description="a drafter directory, or `bundled`, to start from; the shape then comes from it"
+    )
     block_size: int = Field(8, ge=2, description="anchor slot + drafted slots: block_size - 1 tokens are drafted")
     layers: int = Field(2, ge=1, description="decoder layers of the drafter")
     target_layers: list[int] | None = Field(

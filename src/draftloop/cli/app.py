@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 import typer
 
 from draftloop.core.version import VERSION
+from draftloop.formats.bundled_drafter import named_folder
 
 app = typer.Typer(
     name="draftloop",
@@ -89,5 +90,6 @@ def engine_target(name: str | None) -> str | None:
 
 
 def drafter_folder(path: Path) -> Path:
-    """A run directory stands for its drafter."""
+    """A run directory stands for its drafter, `bundled` for the one that comes with the project."""
+    path = named_folder(path)
     return path / "drafter" if (path / "drafter" / "config.json").is_file() else path

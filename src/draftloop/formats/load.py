@@ -24,6 +24,7 @@ from draftloop.core.weights import check_folder
 from draftloop.drafter.dflash import DFlash
 from draftloop.drafter.spec import DrafterSpec, check_fits
 from draftloop.formats import speculators, zlab_config
+from draftloop.formats.bundled_drafter import named_folder
 from draftloop.formats.mask_vector import ENGINE_MASK, MASK, read_mask
 from draftloop.formats.tensors import AGAIN, VECTOR, read_published
 from draftloop.formats.zlab import CONFIG, WEIGHTS
@@ -76,7 +77,7 @@ def load_drafter(path: str | os.PathLike[str], target: Any = None, *, dtype: tor
     from the one that engines read.
 
     Args:
-        path: the folder.
+        path: the folder, or `bundled`: the embedded target's drafter that comes with the project.
         target: a `Target` to check against, move to and bind to; None leaves the drafter unbound on the CPU.
         dtype: of the weights; None = as stored (train in float32; `for_decoding` gives the target's).
 
@@ -91,7 +92,7 @@ def load_drafter(path: str | os.PathLike[str], target: Any = None, *, dtype: tor
         InputError: not a whole, finite checkpoint of a form that is read, one that says a thing twice and differently,
             or one made for a target of another shape.
     """
-    folder = Path(path).expanduser()
+    folder = named_folder(path)
     if (folder / _RUN).is_file() and not (folder / CONFIG).exists():
         raise InputError(
             "this run has delivered no drafter yet",
