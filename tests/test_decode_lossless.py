@@ -261,7 +261,7 @@ def test_plain_samples_have_the_targets_joint_law(small, whole):
 )
 def test_a_broken_verifier_fails_the_statistics(small, whole, monkeypatch, rule, broken):
     target, drafter = small
-    monkeypatch.setattr(loop, "verify", broken)
+    monkeypatch.setattr(round, "verify", broken)
     generations = sampled(target, drafter, SAMPLES // 2, sampling=Sampling(1.0), rule=rule)
     assert p_value(generations, exact_law(target, Sampling(1.0))) < 1e-8
 
@@ -361,7 +361,7 @@ def test_what_is_known_by_heart_is_accepted(target, texts, learned):
 
 def test_a_verifier_that_counts_one_too_many_fails_the_greedy_test(target, texts, monkeypatch):
     plain = decode(target, None, texts[0], Options(max_new_tokens=LONGEST))
-    monkeypatch.setattr(loop, "verify", miscounted(1))
+    monkeypatch.setattr(round, "verify", miscounted(1))
     got = decode(target, tiny_drafter(target), texts[0], Options(max_new_tokens=LONGEST))
     assert replies(got) != replies(plain)
 

@@ -8,8 +8,8 @@ branches, on trunks whose state was kept. What depends on the kind of attention 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -23,6 +23,7 @@ from draftloop.core.law import Law, Readout, Sampling
 from draftloop.core.tree import Packed, Tree
 from draftloop.target.attention import AttentionFamily, Masks
 from draftloop.target.cache import RowCache, TrunkState
+from draftloop.target.fixed import FixedCache, Kernel, WholeCache, attending, compiled, why_not_fixed
 
 Read = tuple[Tensor, Tensor]  # int64 [n], int64 [n]: rows and slots whose hidden rows are wanted
 
@@ -135,6 +136,30 @@ class Target:
         self.check_length(capacity)
         return self.family.new_cache(self.num_layers, capacity)
 
+    def new_fixed_cache(self, rows: int, capacity: int) -> FixedCache:
+        """A cache of `rows` texts whose tensors keep their size and place; `capacity` may exceed the context."""
+        own = self._base.config
+        heads = int(own.num_attention_heads)
+        shared = int(getattr(own, "num_key_value_heads", None) or heads)
+        return FixedCache(self.num_layers, rows, capacity, heads // shared, self.readout.weight)
+
+    def new_prompt_cache(self, capacity: int) -> WholeCache:
+        """An empty cache for prompts of which the longest has `capacity` tokens."""
+        return WholeCache(self.num_layers, capacity)
+
+    @contextmanager
+    def fixed(self, cache: FixedCache, kernel: Kernel, compiler: Callable[[Any], Any] | None = None) -> Iterator[None]:
+        """Let the model read a `FixedCache` for a while, its layers compiled where a compiler is given.
+
+        Raises:
+            InputError: its attention has no form of fixed size.
+        """
+        if why := why_not_fixed(self._base.config):
+            raise InputError(why, where=self.name, fix="Decode with engine eager.")
+        layers = nullcontext() if compiler is None else compiled(self._layers, cache, self._cache_name, compiler)
+        with attending((self.config, self._base.config), kernel), layers:
+            yield
+
     def check_length(self, tokens: int) -> None:
         """Refuse texts that the target cannot score exactly.
 
@@ -158,7 +183,7 @@ class Target:
             positions: int64 [b, t], ascending in each row; padding may stand behind a row's end.
             taps: decoder layers whose outputs are wanted.
         """
-        masks = self.family.text_masks(cache.aim(positions), positions)
+        masks = cache.fit(self.family.text_masks(cache.aim(positions), positions))
         return self._forward(ids, positions, masks, taps, cache)
 
     @torch.no_grad()
