@@ -33,6 +33,11 @@ class TargetPart(Part):
     revision: str | None = Field(None, description="hub revision")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto = bfloat16")
     device: str = Field("auto", description="auto = cuda where there is a GPU, else cpu")
+    engine: Literal["auto", "eager", "graph", "fused"] = Field(
+        "auto",
+        description="how texts are decoded: graph = each round one CUDA graph; fused = that, with layers compiled "
+        "(pays on long work); eager = the reference; auto = graph on CUDA where the target allows it, else eager",
+    )
     trust_remote_code: bool = Field(
         False, description="run Python code that comes with the model; off unless you say so"
     )

@@ -8,31 +8,17 @@ so under `match` the output at any temperature is token for token that of plain 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftloop.core.errors import InputError
+from draftloop.decode.graph import GraphEngine, unsupported
 from draftloop.decode.round import Cut, RowState
 from draftloop.decode.rules import Proposal, Verdict
-from draftloop.decode.trace import Drafts, Generation, Options, Request, Step
-
-
-@dataclass(frozen=True)
-class Commit:
-    """Tokens that one row gained in one round (streaming).
-
-    Attributes:
-        index: which request.
-        tokens: the new tokens.
-        done: whether the row has ended.
-    """
-
-    index: int
-    tokens: tuple[int, ...]
-    done: bool
+from draftloop.decode.trace import Commit, Drafts, Engine, Generation, Options, Request, Step
 
 
 def decode(target: Any, drafter: Any | None, requests: Sequence[Request], options: Options) -> list[Generation]:
@@ -57,14 +43,60 @@ def rounds(
     target: Any, drafter: Any | None, requests: Sequence[Request], options: Options, results: list[Generation]
 ) -> Iterator[list[Commit]]:
     """As `decode`, but yield what each round committed; `results` fill up as it goes."""
-    _check(target, requests, options)
-    order = sorted(range(len(requests)), key=lambda i: len(requests[i].ids))  # little padding
-    for start in range(0, len(order), options.batch_size):
-        indices = order[start : start + options.batch_size]
-        batch = _Batch(target, drafter, [requests[i] for i in indices], options)
-        yield batch.publish(batch.prefill(), indices, results)
-        while batch.rows:
-            yield batch.publish(batch.round(), indices, results)
+    yield from Decoder(target, drafter, options, requests).rounds(requests, results)
+
+
+def engine_of(target: Any, drafter: Any | None, options: Options) -> Engine:
+    """The engine that these options mean, never `auto`."""
+    engine: Engine = options.engine if options.engine != "auto" else getattr(target, "engine", "auto")
+    if engine != "auto":
+        return engine
+    return "graph" if target.device.type == "cuda" and not unsupported(target, drafter) else "eager"
+
+
+class Decoder:
+    """Decodes one call after another; what the engine of fixed shapes needs is built once.
+
+    Args:
+        target: a `Target`.
+        drafter: a bound drafter, or None.
+        options: as for `decode`.
+        requests: all that will be decoded, of which the longest and the number count.
+    """
+
+    def __init__(self, target: Any, drafter: Any | None, options: Options, requests: Sequence[Request]) -> None:
+        _check(target, requests, options)
+        self._target, self._drafter, self._requests = target, drafter, requests
+        self.options = replace(options, engine=engine_of(target, drafter, options))
+        self._fixed: GraphEngine | None = None
+
+    def warm_up(self) -> None:
+        """Build what is built once, or decode a few tokens."""
+        if self.options.engine != "eager":
+            self._build()
+        elif self._requests:
+            few = replace(self.options, max_new_tokens=min(4, self.options.max_new_tokens))
+            decode(self._target, self._drafter, self._requests[:1], few)
+
+    def _build(self) -> GraphEngine:
+        if self._fixed is None:
+            longest = max(len(request.ids) for request in self._requests) + self.options.max_new_tokens
+            rows = min(self.options.batch_size, len(self._requests))
+            self._fixed = GraphEngine(self._target, self._drafter, self.options, rows=rows, longest=longest)
+        return self._fixed
+
+    def rounds(self, requests: Sequence[Request], results: list[Generation]) -> Iterator[list[Commit]]:
+        """Continue these requests; yield what each round committed, `results` fill up as it goes."""
+        if self.options.engine != "eager":
+            yield from self._build().decode(requests, results) if requests else ()
+            return
+        order = sorted(range(len(requests)), key=lambda i: len(requests[i].ids))  # little padding
+        for start in range(0, len(order), self.options.batch_size):
+            indices = order[start : start + self.options.batch_size]
+            batch = _Batch(self._target, self._drafter, [requests[i] for i in indices], self.options)
+            yield batch.publish(batch.prefill(), indices, results)
+            while batch.rows:
+                yield batch.publish(batch.round(), indices, results)
 
 
 def _check(target: Any, requests: Sequence[Request], options: Options) -> None:

@@ -140,7 +140,10 @@ class RowState:
         keys = [self.key, self.sample, torch.zeros_like(self.key) if anchor is None else anchor]
         if position.dim() == 2:
             keys = [key.unsqueeze(1) for key in keys]
-        return uniforms(self.options.seed, purpose, *keys, position)
+        return self._hashed(self.options.seed, purpose, *keys, position)
+
+    def _hashed(self, seed: int, purpose: Purpose, *keys: Tensor) -> Tensor:
+        return uniforms(seed, purpose, *keys)
 
     def _coins(self) -> Coins:
         place = self.anchor.unsqueeze(1) + torch.arange(1, self.drafted + 2, device=self.anchor.device)

@@ -1,5 +1,4 @@
-"""What decoding with shapes that never change needs of the target: a cache of fixed size, attention over all of it, and
-decoder layers compiled one for all.
+"""What decoding with shapes that never change needs of the target: cache, attention, layers compiled one for all.
 
 The model above stays Hugging Face's own: the cache comes in through its cache interface, the attention through its
 table of attention functions, and a compiled layer is the layer's own forward. Knows no drafter and no loop.
@@ -9,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from draftloop.core.errors import InputError
 from draftloop.target.cache import RowCache, _RowLayer
@@ -69,7 +67,7 @@ class FixedCache(WholeCache):
         self.row = torch.arange(rows, device=like.device).unsqueeze(1)
 
     def fit(self, masks: Any) -> Any:
-        """Bool [rows, 1, t, span] -> what `attend` adds to the scores, [rows, 1, group * t, span]; once for all layers."""
+        """Bool [rows, 1, t, span] -> what attention adds to its scores, [rows, 1, group * t, span]."""
         if isinstance(masks, dict):
             return {kind: self.fit(mask) for kind, mask in masks.items()}
         bias = torch.zeros_like(masks, dtype=self.dtype).masked_fill_(~masks, float("-inf"))
@@ -141,14 +139,23 @@ def _by_matmul(
 
 
 _NAMES: dict[Kernel, str] = {"sdpa": "draftloop_sdpa", "matmul": "draftloop_matmul"}
-for _kernel, _function in (("sdpa", _by_sdpa), ("matmul", _by_matmul)):
-    AttentionInterface.register(_NAMES[_kernel], _function)  # type: ignore[index]
-    AttentionMaskInterface.register(_NAMES[_kernel], sdpa_mask)  # type: ignore[index]  # our masks are taken as they are
+
+
+@cache
+def _register() -> None:
+    """Put both kernels into the table of attention functions; our masks are taken as they are."""
+    from transformers import AttentionInterface  # brings all of transformers' models' machinery
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    for kernel, function in (("sdpa", _by_sdpa), ("matmul", _by_matmul)):
+        AttentionInterface.register(_NAMES[kernel], function)  # type: ignore[index]
+        AttentionMaskInterface.register(_NAMES[kernel], sdpa_mask)  # type: ignore[index]
 
 
 @contextmanager
 def attending(configs: tuple[Any, ...], kernel: Kernel) -> Iterator[None]:
     """Let a model attend by `_attend` for a while."""
+    _register()
     before = [config._attn_implementation for config in configs]
     try:
         for config in configs:
@@ -161,13 +168,13 @@ def attending(configs: tuple[Any, ...], kernel: Kernel) -> Iterator[None]:
 
 @contextmanager
 def compiled(
-    layers: nn.ModuleList, cache: FixedCache, cache_name: str, compiler: Callable[[Any], Any]
+    layers: nn.ModuleList, kept: FixedCache, cache_name: str, compiler: Callable[[Any], Any]
 ) -> Iterator[None]:
-    """Run decoder layers compiled for a while: once for all layers of a kind, for each is given its own part of the cache.
+    """Run decoder layers compiled for a while: one for all of a kind, each being given its own part of the cache.
 
     Args:
         layers: the target's decoder layers.
-        cache: what they write to.
+        kept: the cache that they write to.
         cache_name: the keyword by which they are given it.
         compiler: `torch.compile` with its options.
     """
@@ -183,10 +190,14 @@ def compiled(
 
         return call
 
+    many = torch._dynamo.config.patch(  # type: ignore[attr-defined]  # every batch size is a shape of its own
+        recompile_limit=256, accumulated_recompile_limit=4096, fail_on_recompile_limit_hit=True
+    )
     try:
-        for layer, part in zip(layers, cache.layers, strict=True):
+        for layer, part in zip(layers, kept.layers, strict=True):
             layer.forward = forward(layer, part)
-        yield
+        with many:
+            yield
     finally:
         for layer in layers:
             layer.__dict__.pop("forward", None)

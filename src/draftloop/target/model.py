@@ -52,6 +52,7 @@ class Target:
         context_limit: longest text that it can score exactly.
         version: counts weight changes (`touch`); it keys features, trunk states and traces.
         family: what its kind of attention needs.
+        engine: how texts are decoded where the options say `auto` (see `decode.trace.Options`).
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Target:
         self.context_limit = context_limit
         self.name = name
         self.version = 0
+        self.engine = "auto"
         self._reads_early = True  # whether the last layer's output may be cut down to the slots that are read
         self._cache_name = "cache" if "cache" in inspect.signature(base.forward).parameters else "past_key_values"
 
@@ -136,9 +138,13 @@ class Target:
         self.check_length(capacity)
         return self.family.new_cache(self.num_layers, capacity)
 
+    def why_not_fixed(self) -> str:
+        """Why it cannot decode with fixed shapes, as a clause; empty if it can."""
+        return why_not_fixed(self._base.config)
+
     def new_fixed_cache(self, rows: int, capacity: int) -> FixedCache:
         """A cache of `rows` texts whose tensors keep their size and place; `capacity` may exceed the context."""
-        own = self._base.config
+        own: Any = self._base.config
         heads = int(own.num_attention_heads)
         shared = int(getattr(own, "num_key_value_heads", None) or heads)
         return FixedCache(self.num_layers, rows, capacity, heads // shared, self.readout.weight)
@@ -149,13 +155,7 @@ class Target:
 
     @contextmanager
     def fixed(self, cache: FixedCache, kernel: Kernel, compiler: Callable[[Any], Any] | None = None) -> Iterator[None]:
-        """Let the model read a `FixedCache` for a while, its layers compiled where a compiler is given.
-
-        Raises:
-            InputError: its attention has no form of fixed size.
-        """
-        if why := why_not_fixed(self._base.config):
-            raise InputError(why, where=self.name, fix="Decode with engine eager.")
+        """Let the model read a `FixedCache` for a while, its layers compiled where a compiler is given."""
         layers = nullcontext() if compiler is None else compiled(self._layers, cache, self._cache_name, compiler)
         with attending((self.config, self._base.config), kernel), layers:
             yield

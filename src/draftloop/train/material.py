@@ -241,13 +241,15 @@ def gather(recipe: Recipe, folder: Path, *, new: bool, quiet: bool = False, rank
 
 def load_recipe_target(part: TargetPart, dtype: str | None = None) -> Target:
     """The target that a recipe names, in its own type or another."""
-    return load_target(
+    target = load_target(
         part.model,
         dtype=dtype or part.dtype,
         device=part.device,
         revision=part.revision,
         trust_remote_code=part.trust_remote_code,
     )
+    target.engine = part.engine
+    return target
 
 
 def read_splits(recipe: Recipe) -> dict[str, list[Prompt]]:
