@@ -92,6 +92,8 @@ class FixedRows(RowState):
             if drafter is not None:
                 self.features = torch.zeros(rows, capacity, len(self.taps) * target.hidden_size, **wide)
                 self.verified = torch.zeros(turns, rows, k + 1, target.hidden_size, **wide)
+        self.admit([0], [Request((0,))])  # the cache's layers learn their shapes, before anything is compiled
+        self.done.fill_(True)
 
     @torch.no_grad()
     def turn(self) -> None:

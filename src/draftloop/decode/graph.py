@@ -275,7 +275,8 @@ def unsupported(target: Any, drafter: Any | None) -> str:
 
 
 def _fault(error: Exception, name: str, compiled: bool) -> EnvironmentFault:
-    told = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:200]
+    words = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = " ".join(words[:2]).rstrip(".")[:200]
     if isinstance(error, torch.OutOfMemoryError):
         return EnvironmentFault(
             "the rows do not fit into the GPU's memory", where=name, fix="Lower batch_size or max_new_tokens."
