@@ -12,7 +12,7 @@ from draftloop.core.errors import InputError
 from draftloop.core.law import Sampling
 from draftloop.data.chat import answer_text, encode_conversation, encode_turn
 from draftloop.data.prompts import Prompt
-from draftloop.decode.loop import decode
+from draftloop.decode.loop import decode, rounds
 from draftloop.decode.trace import Options, Request
 from draftloop.recipe import DataPart
 from draftloop.supervise import responses
@@ -33,11 +33,11 @@ def asked(monkeypatch):
     """Every request that was decoded, as (key, sample)."""
     seen = []
 
-    def counting(target, drafter, requests, options):
+    def counting(target, drafter, requests, options, results):
         seen.extend((request.key, request.sample) for request in requests)
-        return decode(target, drafter, requests, options)
+        return rounds(target, drafter, requests, options, results)
 
-    monkeypatch.setattr(responses, "decode", counting)
+    monkeypatch.setattr(responses, "rounds", counting)
     return seen
 
 
@@ -106,7 +106,7 @@ def test_killed_at_any_moment_it_goes_on(target, tmp_path, asked, kill):
 
 
 def test_what_was_answered_before_a_crash_is_kept(target, tmp_path, asked, monkeypatch):
-    counting, calls = responses.decode, []
+    counting, calls = responses.rounds, []
 
     def failing(*args):
         calls.append(1)
@@ -114,7 +114,7 @@ def test_what_was_answered_before_a_crash_is_kept(target, tmp_path, asked, monke
             raise KeyboardInterrupt
         return counting(*args)
 
-    monkeypatch.setattr(responses, "decode", failing)
+    monkeypatch.setattr(responses, "rounds", failing)
     with pytest.raises(KeyboardInterrupt):
         prepare_trunks(target, PROMPTS, part(), tmp_path / "a.jsonl")
     asked.clear()

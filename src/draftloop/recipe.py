@@ -36,6 +36,11 @@ class TargetPart(Part):
     tree_attention: Literal["auto", "dense", "flex"] = Field(
         "auto", description="masks of trunks with branches; flex = FlexAttention; auto = flex for long rows on CUDA"
     )
+    engine: Literal["auto", "eager", "graph", "fused"] = Field(
+        "auto",
+        description="how texts are decoded: graph = each round one CUDA graph; fused = that, with layers compiled "
+        "(pays on long work); eager = the reference; auto = graph on CUDA where the target allows it, else eager",
+    )
     trust_remote_code: bool = Field(
         False, description="run Python code that comes with the model; off unless you say so"
     )

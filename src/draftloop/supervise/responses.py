@@ -21,8 +21,8 @@ from draftloop.core.law import Sampling
 from draftloop.data.chat import encode_conversation
 from draftloop.data.prompts import Prompt
 from draftloop.data.trunk import Trunk
-from draftloop.decode.loop import decode
-from draftloop.decode.trace import Options, Request
+from draftloop.decode.loop import engine_of, rounds
+from draftloop.decode.trace import Generation, Options, Request
 from draftloop.recipe import DataPart
 from draftloop.supervise.dialogue import Dialogue
 
@@ -119,10 +119,10 @@ def prepare_trunks(
             answer_by_server(target, work, data, answers, seed, lambda dialogue: keep([dialogue]))
     else:
         options = Options(answers.max_new_tokens, sampling, seed=seed, batch_size=answers.batch_size)
-        for start in range(0, len(work), answers.batch_size):
-            batch = work[start : start + answers.batch_size]
-            _answer(target, batch, data, options)
-            keep(batch)
+        # rows that end are refilled where the engine can, so it gets all the work; else a batch at a time
+        size = answers.batch_size if engine_of(target, None, options) == "eager" else max(len(work), 1)
+        for start in range(0, len(work), size):
+            _answer(target, work[start : start + size], data, options, keep)
     return _prepared(prompts, data, answers.samples, book)
 
 
@@ -166,12 +166,40 @@ def _nothing_left(path: Path, data: DataPart, long: int, short: int, refused: in
     return InputError(f"no prompt is left ({', '.join(reasons)})", where=str(path), fix=fix[0].upper() + fix[1:])
 
 
-def _answer(target: Any, batch: Sequence[Dialogue], data: DataPart, options: Options) -> None:
-    """All turns of a batch of prompts by our own target, turn by turn."""
-    while asking := [(one, ids) for one in batch if (ids := one.ask(target, data)) is not None]:
+def _answer(
+    target: Any,
+    work: Sequence[Dialogue],
+    data: DataPart,
+    options: Options,
+    keep: Callable[[Sequence[Dialogue]], None],
+) -> None:
+    """All turns of these prompts by our own target, turn by turn; what is answered is kept a batch at a time."""
+    place = {id(one): i for i, one in enumerate(work)}
+    ready: list[Dialogue] = []
+    left = list(work)
+    while left:
+        asking: list[tuple[Dialogue, list[int]]] = []
+        for one in left:
+            ids = one.ask(target, data)
+            if ids is None:
+                ready.append(one)
+            else:
+                asking.append((one, ids))
         requests = [Request(tuple(ids), key_of(one.name), one.sample) for one, ids in asking]
-        for (one, ids), made in zip(asking, decode(target, None, requests, options), strict=True):
-            one.take(target, ids, made.tokens, made.finished)
+        results = [Generation(request.ids) for request in requests]
+        left = []
+        for commits in rounds(target, None, requests, options, results):
+            for commit in commits:
+                if commit.done:
+                    one, ids = asking[commit.index]
+                    one.take(target, ids, results[commit.index].tokens, results[commit.index].finished)
+                    (left if one.open else ready).append(one)
+            if len(ready) >= options.batch_size:
+                keep(sorted(ready, key=lambda one: place[id(one)]))
+                ready = []
+        left.sort(key=lambda one: place[id(one)])
+    if ready:
+        keep(sorted(ready, key=lambda one: place[id(one)]))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from draftloop.core.flex import flex
 from draftloop.core.tree import pack_branches
 from draftloop.target.attention import narrowed
+from draftloop.target.implementation import attending_by
 
 NAME = "draftloop_tree"
 LONG = 2048  # slots of a row from which a dense mask is taken to cost more than a block mask
@@ -56,20 +57,13 @@ def attend(
 
 
 @contextmanager
-def attending(base: nn.Module) -> Iterator[None]:
+def attending_flex(base: nn.Module) -> Iterator[None]:
     """Let the layers of a model attend by `attend` for a while."""
     from transformers import AttentionInterface  # not above: it brings all of transformers' models' ground
 
     AttentionInterface.register(NAME, attend)
-    configs = {id(one.config): one.config for one in base.modules() if hasattr(one, "config")}
-    before = [(config, config._attn_implementation) for config in configs.values()]  # type: ignore[union-attr]
-    try:
-        for config, _ in before:
-            config._attn_implementation = NAME  # type: ignore[union-attr]
+    with attending_by(NAME, [one.config for one in base.modules() if hasattr(one, "config")]):
         yield
-    finally:
-        for config, implementation in before:
-            config._attn_implementation = implementation  # type: ignore[union-attr]
 
 
 def flex_fault(target: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,7 +24,8 @@ from draftloop.core.law import Law, Readout, Sampling
 from draftloop.core.tree import Packed, Tree
 from draftloop.target.attention import AttentionFamily, Masks
 from draftloop.target.cache import RowCache, TrunkState
-from draftloop.target.flex import attending, chosen, flex_fault
+from draftloop.target.fixed import FixedCache, Kernel, WholeCache, attending_fixed, compiled, why_not_fixed
+from draftloop.target.flex import attending_flex, chosen, flex_fault
 
 Read = tuple[Tensor, Tensor]  # int64 [n], int64 [n]: rows and slots whose hidden rows are wanted
 
@@ -54,6 +55,7 @@ class Target:
         version: counts weight changes (`touch`); it keys features, trunk states and traces.
         family: what its kind of attention needs.
         tree_attention: how trees are read: `dense` masks, `flex` = FlexAttention, or `auto`, see `flex.chosen`.
+        engine: how texts are decoded where the options say `auto` (see `decode.trace.Options`).
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Target:
         self.version = 0
         self.tree_attention = "auto"
         self._flex_fault: str | None = None  # not tried yet
+        self.engine = "auto"
         self._reads_early = True  # whether the last layer's output may be cut down to the slots that are read
         self._cache_name = "cache" if "cache" in inspect.signature(base.forward).parameters else "past_key_values"
 
@@ -140,6 +143,28 @@ class Target:
         self.check_length(capacity)
         return self.family.new_cache(self.num_layers, capacity)
 
+    def why_not_fixed(self) -> str:
+        """Why it cannot decode with fixed shapes, as a clause; empty if it can."""
+        return why_not_fixed(self._base.config)
+
+    def new_fixed_cache(self, rows: int, capacity: int) -> FixedCache:
+        """A cache of `rows` texts whose tensors keep their size and place; `capacity` may exceed the context."""
+        own: Any = self._base.config
+        heads = int(own.num_attention_heads)
+        shared = int(getattr(own, "num_key_value_heads", None) or heads)
+        return FixedCache(self.num_layers, rows, capacity, heads // shared, self.readout.weight)
+
+    def new_prompt_cache(self, capacity: int) -> WholeCache:
+        """An empty cache for prompts of which the longest has `capacity` tokens."""
+        return WholeCache(self.num_layers, capacity)
+
+    @contextmanager
+    def fixed(self, cache: FixedCache, kernel: Kernel, compiler: Callable[[Any], Any] | None = None) -> Iterator[None]:
+        """Let the model read a `FixedCache` for a while, its layers compiled where a compiler is given."""
+        layers = nullcontext() if compiler is None else compiled(self._layers, cache, self._cache_name, compiler)
+        with attending_fixed((self.config, self._base.config), kernel), layers:
+            yield
+
     def check_length(self, tokens: int) -> None:
         """Refuse texts that the target cannot score exactly.
 
@@ -163,7 +188,7 @@ class Target:
             positions: int64 [b, t], ascending in each row; padding may stand behind a row's end.
             taps: decoder layers whose outputs are wanted.
         """
-        masks = self.family.text_masks(cache.aim(positions), positions)
+        masks = cache.fit(self.family.text_masks(cache.aim(positions), positions))
         return self._forward(ids, positions, masks, taps, cache)
 
     @torch.no_grad()
@@ -237,7 +262,7 @@ class Target:
         # a last block may reach beyond the context, where learned positions end; nothing of that is kept
         places = positions.clamp(max=self.context_limit - 1)
         early = read if self._reads_early else None
-        with self._tapped(taps) as tapped, self._cut_down(early), attending(self._base) if flex else nullcontext():
+        with self._tapped(taps) as tapped, self._cut_down(early), attending_flex(self._base) if flex else nullcontext():
             out = self._base(
                 input_ids=ids, position_ids=places, attention_mask=masks, use_cache=cache is not None, **kwargs
             )

@@ -257,6 +257,7 @@ def load_recipe_target(part: TargetPart, dtype: str | None = None) -> Target:
         trust_remote_code=part.trust_remote_code,
     )
     target.tree_attention = part.tree_attention
+    target.engine = part.engine
     return target
 
 
