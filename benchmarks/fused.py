@@ -135,19 +135,17 @@ def measure(work: Work, objective: ObjectivePart, repeats: int) -> list[Row]:
             told |= {"peak_bytes": peak, "loss": float(value)}
             if turn == repeats:
                 told["gradient"] = work.student.grad.float()
-    base = found["chunks of 512"]
+    gradients = {way: told.pop("gradient") for way, told in found.items()}
     middle = {way: statistics.median(told["seconds"]) for way, told in found.items()}
+    base = "chunks of 512"
+    length, peak = gradients[base].norm(), found[base]["peak_bytes"]
     out: list[Row] = []
     for way, told in found.items():
-        gradient = told.pop("gradient")
-        gap = (gradient - base_gradient).norm() / base_gradient.norm() if way != "chunks of 512" else None
-        if way == "chunks of 512":
-            base_gradient = gradient
         out.append({
             "way": way, "rows": rows, "vocabulary": work.shape[1], "hidden": work.shape[2],
-            "ms": 1e3 * middle[way], "to_chunks": middle[way] / middle["chunks of 512"],
-            "peak_to_chunks": told["peak_bytes"] / base["peak_bytes"] if base["peak_bytes"] else None,
-            "gradient_gap": None if gap is None else float(gap), **told,
+            "ms": 1e3 * middle[way], "to_chunks": middle[way] / middle[base],
+            "peak_to_chunks": told["peak_bytes"] / peak if peak else None,
+            "gradient_gap": float((gradients[way] - gradients[base]).norm() / length), **told,
         })  # fmt: skip
     return out
 
@@ -163,10 +161,12 @@ def why_eager_here(work: Work) -> str | None:
 
 
 def tell(row: Row) -> None:
-    peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:9.0f} MiB ({row['peak_to_chunks']:.2f})"
-    gap = "" if row["gradient_gap"] is None else f"  gradient gap {row['gradient_gap']:.1e}"
-    print(f"{row['shape']:<13} {row['objective']:<11} {row['way']:<15} {row['ms']:9.2f} ms ({row['to_chunks']:.2f}){peak}"
-          f"  loss {row['loss']:.5f}{gap}  first {row['first_seconds']:.1f} s", flush=True)  # fmt: skip
+    peak = f"  {row['peak_bytes'] / 2**20:8.0f} MiB ({row['peak_to_chunks']:.2f})" if row["peak_to_chunks"] else ""
+    print(
+        f"{row['shape']:<13} {row['objective']:<11} {row['way']:<15} {row['ms']:9.2f} ms ({row['to_chunks']:.2f}){peak}"
+        f"  loss {row['loss']:.5f}  gradient gap {row['gradient_gap']:.1e}  first {row['first_seconds']:.1f} s",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The readout fused with the loss: the same tests for the eager chunks and for the Triton kernels.
 
-Without a GPU the kernels run in Triton's interpreter (skipped where Triton is missing), with tiles of 16 and slabs of 32
-columns, so that toy sizes cross every border. `-m gpu` runs the compiled kernels.
+Without a GPU the kernels run in Triton's interpreter (conftest.py asks for it; skipped where Triton is missing), with
+tiles of 16 and slabs of 32 columns, so that toy sizes cross every border. `-m gpu` runs the compiled kernels.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ def prepared(way: Way, monkeypatch: pytest.MonkeyPatch) -> Way:
     if way.kernel == "triton" and way.device == "cpu":
         if GPU:
             pytest.skip("the compiled kernels are tested on this GPU, and one process cannot have both")
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
         monkeypatch.setattr(fused, "_SLAB", 17 * 32)
     torch.backends.cuda.matmul.allow_tf32 = False
     return way
@@ -311,9 +310,9 @@ class _Widest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["forward_kl", "overlap"])
 def test_no_logits_in_memory(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    n, vocabulary = 21, 400
+    n, vocabulary = 17, 150
     student, head, inputs = case(n, 3, vocabulary, dtype=torch.float32)
     sizes = {}
     for way in (Way("eager", "cpu"), Way("triton", "cpu")):

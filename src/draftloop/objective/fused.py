@@ -216,7 +216,7 @@ class _Work:
         best = side.hidden.new_empty(shares, self.count, dtype=torch.int32)
         kernels.law_kernel[self.grid(shares)](
             side.hidden, readout.weight, readout.bias, support, tokens, numbers[0], numbers[1], best, numbers[2],
-            self.count, size, readout.scale, readout.soft_cap or 1.0, self.temperature,
+            self.count, size, float(readout.scale), float(readout.soft_cap or 1), self.temperature,
             SUPPORT=support is not None, TOKENS=tokens is not None, **side.flags(), **self.cut(self.tile.each),
         )  # fmt: skip
         largest, mass, token = numbers
@@ -291,10 +291,10 @@ class _Work:
         left, right = self.mine, self.theirs or self.mine
         chosen = labels if labels is not None else theirs.best if theirs is not None and self.greedy else None
         kernels.pair_kernel[self.grid(grid)](
-            left.hidden, left.readout.weight, left.readout.bias, left.readout.scale,
-            left.readout.soft_cap or 1.0, mine.log_sum,
-            right.hidden, right.readout.weight, right.readout.bias, right.readout.scale,
-            right.readout.soft_cap or 1.0, None if theirs is None else theirs.log_sum,
+            left.hidden, left.readout.weight, left.readout.bias, float(left.readout.scale),
+            float(left.readout.soft_cap or 1), mine.log_sum,
+            right.hidden, right.readout.weight, right.readout.bias, float(right.readout.scale),
+            float(right.readout.soft_cap or 1), None if theirs is None else theirs.log_sum,
             left.readout.support, chosen, first, second, sums, slab,
             self.count, 0 if slab is None else slab.shape[1], start, stop, self.temperature,
             KIND=self.question.kind, VALUE=sums is not None, PULL=slab is not None,

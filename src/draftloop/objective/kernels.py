@@ -136,7 +136,7 @@ def pair_kernel(
             if SUPPORT:
                 places = tl.load(support + columns, mask=known, other=0)
             if GREEDY:
-                log_p = tl.where(places[None, :] == mark[:, None], 0.0, float("-inf"))
+                log_p = tl.where(places.to(tl.int32)[None, :] == mark[:, None], 0.0, float("-inf"))
             else:
                 log_p = _logits(hidden_t, weight_t, bias_t, rows, there, places, known, scale_t, cap_t,
                                 temperature, BIAS_T, CAP_T, WIDTH_T, ROWS, COLUMNS, DEEP) - norm_t[:, None]  # fmt: skip

@@ -96,9 +96,9 @@ def _run(material: Material, began: float, say: Say) -> None:
     """All stages, then the end; `began` = monotonic time at which this attempt began."""
     folder = material.folder
     say(_size_up(material))
-    material.read_ahead()
     if how := _kernels(material):
         say(how)
+    material.read_ahead()
     say(cost_sheet([_cost(material, stage) for stage in material.recipe.stages]))
     earlier = _seconds(folder)
     outcomes = _stages(material, say, earlier - began)
