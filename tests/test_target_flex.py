@@ -205,6 +205,6 @@ def test_logits_are_equal_on_cuda(kind, dtype):
     for flexed, dense in zip(logits["flex"], logits["dense"], strict=True):
         gap = float((flexed - dense).abs().max() / dense.abs().max())
         assert gap < (1e-2 if dtype == torch.float32 else 6e-2), gap
-        assert float(torch.nn.functional.cosine_similarity(flexed, dense).min()) > 0.999
+        assert float(torch.nn.functional.cosine_similarity(flexed, dense).min()) > 0.99
     target.tree_attention = "auto"
     assert target._flexes(packed.tree) == (dtype == torch.bfloat16)
