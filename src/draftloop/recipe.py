@@ -166,6 +166,11 @@ class ObjectivePart(Part):
         ge=1,
         description="rows whose logits are held at a time (memory: chunk x vocabulary x 4 bytes, a few times)",
     )
+    kernel: Literal["auto", "eager", "triton"] = Field(
+        "auto",
+        description="triton: loss and readout in one kernel that holds no logits (CUDA, bfloat16 or float32 readouts); "
+        "eager: in chunks of rows; auto: the faster of the two on this machine, as measured",
+    )
 
     @model_validator(mode="after")
     def _check_temperature(self) -> ObjectivePart:
