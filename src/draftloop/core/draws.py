@@ -36,6 +36,7 @@ def _signed(value: int) -> int:
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _MIX_A = _signed(0xBF58476D1CE4E5B9)
 _MIX_B = _signed(0x94D049BB133111EB)
+_ALL = (1 << 64) - 1
 
 
 def _shift(x: Tensor, by: int) -> Tensor:
@@ -50,6 +51,14 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift(x, 31)
 
 
+def _mix_int(x: int) -> int:
+    """`_mix` of the low 64 bits of a number; as unsigned."""
+    x &= _ALL
+    x = (x ^ (x >> 30)) * _MIX_A & _ALL
+    x = (x ^ (x >> 27)) * _MIX_B & _ALL
+    return x ^ (x >> 31)
+
+
 def key_of(name: str) -> int:
     """A 63-bit key for a string (a prompt id), stable across runs and machines."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
@@ -57,11 +66,15 @@ def key_of(name: str) -> int:
 
 def bits(seed: int, purpose: Purpose, *keys: Tensor | int) -> Tensor:
     """64 hashed bits for each broadcast element of `keys`; int64, shape = broadcast of the keys."""
-    state = torch.tensor(_signed(seed * 0x9E3779B97F4A7C15 + int(purpose)), dtype=torch.int64)
-    tensors = [key if isinstance(key, Tensor) else torch.tensor(_signed(key), dtype=torch.int64) for key in keys]
-    device = next((t.device for t in tensors if t.dim() > 0), torch.device("cpu"))
-    state = _mix(state.to(device))
-    for tensor in tensors:
+    # leading numbers are mixed as such: the same bits without a dozen tiny tensors each
+    first = next((i for i, key in enumerate(keys) if isinstance(key, Tensor)), len(keys))
+    number = _mix_int(seed * 0x9E3779B97F4A7C15 + int(purpose))
+    for key in keys[:first]:
+        number = _mix_int(number * _GOLDEN + _mix_int(int(key) + _GOLDEN))
+    rest = [key if isinstance(key, Tensor) else torch.tensor(_signed(key), dtype=torch.int64) for key in keys[first:]]
+    device = next((t.device for t in rest if t.dim() > 0), torch.device("cpu"))
+    state = torch.tensor(_signed(number), dtype=torch.int64, device=device)
+    for tensor in rest:
         state = _mix(state * _GOLDEN + _mix(tensor.to(device=device, dtype=torch.int64) + _GOLDEN))
     return state
 
