@@ -18,6 +18,7 @@ from typing import Any
 
 import bench_results
 import branch_throughput
+import fused_results
 import parity_results
 
 from draftloop.evaluate.tau import Response, acceptance, paired
@@ -64,7 +65,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, li
 
 def derive() -> dict[Path, str]:
     """Every derived file's text."""
-    others = ("parity-", "bench-", "branch-")
+    others = ("parity-", "bench-", "branch-", "fused-")
     runs = {path.stem: read(path) for path in sorted(RAW.glob("*.jsonl")) if not path.name.startswith(others)}
     out = parity_results.derived() | bench_results.derive() | branch_throughput.derived()
     tables = []
@@ -91,6 +92,8 @@ def derive() -> dict[Path, str]:
         tables.append(_ablation_table(arms_of_seeds))
     if served := bench_results.table():
         tables.append("## A running server under load\n\n" + served)
+    if kernels := fused_results.table():
+        tables.append("## Readout and loss fused\n\n" + kernels)
     if agreed := parity_results.table():
         tables.append("## Parity with vLLM\n\n" + agreed)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -381,6 +381,12 @@ def test_an_unfinished_run_given_as_drafter(foreign, tmp_path):
     assert_names(told, "delivered no drafter yet", f"draftloop train RECIPE --out {tmp_path / 'unfinished'}")
 
 
+# the machine ------------------------------------------------------------------------------------------------------------
+def test_kernels_that_this_machine_cannot_run(train, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert_names(train("stages.0.objective.kernel=triton"), "objective.kernel", "CUDA GPU", "auto")
+
+
 # files of a run --------------------------------------------------------------------------------------------------------
 def test_evaluate_names_a_missing_prompt_file(refused, toy, tmp_path):
     told = refused("evaluate", toy / "drafter", "--target", toy / "target", "--dtype", "float32", "-p",

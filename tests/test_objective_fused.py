@@ -104,6 +104,7 @@ READOUTS = [{}, {"bias": True, "scale": 0.5, "soft_cap": 3.0}]
 @pytest.mark.parametrize("readout", READOUTS, ids=["plain", "bent"])
 def test_values_and_gradients(way: Way, kind: Kind, readout: dict[str, Any]) -> None:
     student, head, inputs = case(17, WIDTH, 37, dtype=torch.float32, **readout)
+    inputs = {name: torch.stack([rows, rows], 1)[:, 0] for name, rows in inputs.items()}  # strided
     found = way.rows(kind, student, head, **inputs, temperature=0.8)
     assert found.dtype == torch.float32
     (gradient,) = torch.autograd.grad((found * upstream(17)).sum(), student)
@@ -371,12 +372,17 @@ def test_real_sizes_on_a_gpu(kind: Kind, dtype: torch.dtype) -> None:
     head = Readout((torch.randn(49155, 576, device="cuda", generator=generator) * 0.08).to(dtype))
     labels = torch.randint(0, 49155, (300,), device="cuda", generator=generator)
     student = student.to(dtype).requires_grad_()
-    found = row_values(kind, student, head, teacher=teacher, labels=labels, kernel="triton")
+    given = {"teacher": teacher.to(dtype), "labels": labels}
+    found = row_values(kind, student, head, **given, kernel="triton")
     (gradient,) = torch.autograd.grad(found.sum(), student)
-    exact = replace(head, weight=head.weight.double())
-    twin = student.detach().double().requires_grad_()
-    reference = row_values(kind, twin, exact, teacher=teacher.to(dtype).double(), labels=labels, kernel="eager")
+    if dtype == torch.float32:
+        head, twin = replace(head, weight=head.weight.double()), student.detach().double().requires_grad_()
+        given["teacher"] = given["teacher"].double()
+    else:  # the law is that of rounded logits, and q < p flips where two of them are nearly equal
+        twin = student.detach().requires_grad_()
+    reference = row_values(kind, twin, head, **given, kernel="eager")
     (wanted,) = torch.autograd.grad(reference.sum(), twin)
-    tight = dtype == torch.float32
-    torch.testing.assert_close(found.double(), reference, rtol=1e-4 if tight else 0.03, atol=1e-5 if tight else 0.03)
-    assert (gradient.double() - wanted).norm() < (1e-4 if tight else 0.03) * wanted.norm()
+    near, far = (1e-4, 1e-2) if dtype == torch.float32 else (5e-3, 2e-2)
+    torch.testing.assert_close(found.double(), reference.double(), rtol=near, atol=near)
+    limit = far if kind in ("overlap", "nla") or dtype == torch.bfloat16 else near
+    assert (gradient.double() - wanted.double()).norm() < limit * wanted.double().norm()

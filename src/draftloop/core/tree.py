@@ -163,13 +163,16 @@ def pack_branches(
     width = int((behind + branch_slots).max())
 
     tree = {name: torch.full((batch, width), fill, dtype=torch.int64, device=device) for name, fill in _EMPTY.items()}
+    # all trunk slots at once: on a GPU a few launches a forward instead of a few a trunk
     numbers = [rows[:i].count(place) for i, place in enumerate(rows)]  # of each trunk within its row
-    for one, place, begin, nth in zip(trunks, rows, start.tolist(), numbers, strict=True):
-        span = slice(begin, begin + one.numel())
-        tree["tokens"][place, span] = one.to(device)
-        tree["position"][place, span] = tree["fork"][place, span] = torch.arange(one.numel(), device=device)
-        tree["trunk"][place, span] = nth
     number = torch.tensor(numbers, dtype=torch.int64, device=device)
+    text = torch.cat(trunks).to(device)
+    one = torch.repeat_interleave(torch.arange(len(trunks), device=device), sizes, output_size=text.numel())
+    place = torch.arange(text.numel(), device=device) - (sizes.cumsum(0) - sizes)[one]
+    on_trunk = (row[one], start[one] + place)
+    tree["tokens"][on_trunk] = text
+    tree["position"][on_trunk] = tree["fork"][on_trunk] = place
+    tree["trunk"][on_trunk] = number[one]
     steps = torch.arange(tokens.shape[1], device=device).unsqueeze(0)
     real = steps < length.unsqueeze(1)
     slot = torch.where(real, (behind[row[trunk]] + offset).unsqueeze(1) + steps, -1)

@@ -88,8 +88,9 @@ def _refusal(heads: Sequence[Readout], device: torch.device) -> str | None:
     for head in heads:
         if head.weight.element_size() not in _TILES:
             return f"a readout in {str(head.weight.dtype).removeprefix('torch.')} has no kernel"
-        if not head.weight.is_contiguous():
-            return "a readout's weight does not lie in one piece"
+        parts = [part for part in (head.weight, head.bias, head.support) if part is not None]
+        if not all(part.is_contiguous() for part in parts):
+            return "a readout does not lie in one piece"
     return None
 
 
@@ -109,7 +110,8 @@ def fused(question: Question, student: Tensor, differentiate: bool) -> tuple[Ten
 
 
 def _answer(work: _Work, differentiate: bool) -> tuple[Tensor, Tensor | None]:
-    question, labels = work.question, work.question.labels
+    question = work.question
+    labels = None if question.labels is None else question.labels.contiguous()
     if question.kind == "ce":
         assert labels is not None
         mine = work.law(work.mine, labels)

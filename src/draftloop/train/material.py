@@ -31,6 +31,7 @@ from draftloop.data.prompts import Prompt, read_prompts, split
 from draftloop.drafter.build import new_drafter
 from draftloop.drafter.spec import spec_for
 from draftloop.formats.load import load_drafter
+from draftloop.objective.fused import why_eager
 from draftloop.recipe import Recipe, TargetPart
 from draftloop.recipe_file import dump_recipe, load_recipe, recipe_differences, recipe_fingerprint
 from draftloop.supervise.disk import files_of
@@ -228,6 +229,8 @@ def gather(recipe: Recipe, folder: Path, *, new: bool, quiet: bool = False, rank
         drafter = load_drafter(recipe.drafter.init, target, dtype=torch.float32)
     else:
         drafter = new_drafter(spec_for(recipe.drafter, target), target, recipe.seed)
+    for stage in recipe.stages:  # refuses kernels that cannot be had here
+        why_eager(stage.objective.kernel, [drafter.readout, target.readout], target.device)
     with alone(folder) if ranks.first else ExitStack() as lock:
         if new and ranks.first:
             begin_run(recipe, folder)
