@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_results
+import decode_results
 import parity_results
 
 from draftloop.evaluate.tau import Response, acceptance, paired
@@ -63,9 +64,9 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, li
 
 def derive() -> dict[Path, str]:
     """Every derived file's text."""
-    others = ("parity-", "bench-")
+    others = ("parity-", "bench-", "decode-")
     runs = {path.stem: read(path) for path in sorted(RAW.glob("*.jsonl")) if not path.name.startswith(others)}
-    out = parity_results.derived() | bench_results.derive()
+    out = parity_results.derived() | bench_results.derive() | decode_results.derive()
     tables = []
     found: dict[str, dict[str, Any]] = {study: {} for study in STUDIES}
     for name, (head, stages, arms) in runs.items():
@@ -90,6 +91,8 @@ def derive() -> dict[Path, str]:
         tables.append(_ablation_table(arms_of_seeds))
     if served := bench_results.table():
         tables.append("## A running server under load\n\n" + served)
+    if decoded := decode_results.table():
+        tables.append("## Decoding on CUDA\n\n" + decoded)
     if agreed := parity_results.table():
         tables.append("## Parity with vLLM\n\n" + agreed)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

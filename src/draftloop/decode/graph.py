@@ -105,6 +105,12 @@ class GraphEngine:
         """K."""
         return self.rows.drafted
 
+    def close(self) -> None:
+        """Let go of graph and caches; the engine cannot be used after."""
+        if self._graph is not None:
+            self._graph.reset()
+        self.rows.cache.drop()
+
     def turn(self) -> None:
         """One round of all rows; on CUDA a launch that returns at once."""
         if self._graph is not None:
