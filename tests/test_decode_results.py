@@ -34,6 +34,7 @@ HEAD = {
 ROWS = [
     HEAD,
     {"kind": "check", "same": 8, "prompts": 8, "at_s": 1},
+    cell("plain", "eager", 0.1, 9000.0, [[10, 10]]),
     cell("plain", "graph", 2.0, 500.0, [[10, 10]]),
     cell("speculative", "graph", 3.0, 900.0, [[30, 10], [30, 20]]),
     cell("plain", "fused", 1.0, 1000.0, [[10, 10]]),
@@ -64,9 +65,9 @@ def test_headline_and_cells(derived, tmp_path):
 
 
 def test_one_wrong_token_is_told(derived):
-    rows = [HEAD, {"kind": "check", "same": 7, "prompts": 8}, *ROWS[2:4]]
+    rows = [HEAD, {"kind": "check", "same": 7, "prompts": 8}, *ROWS[3:5]]
     assert not derived.summarise(rows)["same_tokens_in_float32"]
-    assert not derived.summarise([HEAD, *ROWS[2:4]])["same_tokens_in_float32"]  # nothing was checked
+    assert not derived.summarise([HEAD, *ROWS[3:5]])["same_tokens_in_float32"]  # nothing was checked
 
 
 def test_nothing_measured_is_nothing(derived, tmp_path):

@@ -36,9 +36,7 @@ TargetName = Annotated[str, typer.Option("--target", "-t", help="Checkpoint fold
 Files = Annotated[list[str], typer.Option("--prompts", "-p", help="Prompt file, or builtin:test; may be repeated.")]
 EngineName = Annotated[
     Literal["auto", "eager", "graph", "fused"],
-    typer.Option(
-        "--engine", help="How texts are decoded; auto = graph on CUDA where the target allows it, else eager."
-    ),
+    typer.Option("--engine", help="How texts are decoded; auto = graph on CUDA where it can be, else eager."),
 ]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python that comes with the checkpoint.")]
 
