@@ -43,6 +43,8 @@ from draftloop.target.load import load_target
 from draftloop.train.material import command, hardware, versions
 
 Row = dict[str, Any]
+WAYS = (("plain", 0.0, "match"), ("speculative", 0.0, "match"), ("speculative", 1.0, "match"),
+        ("speculative", 1.0, "ratio"))  # fmt: skip
 TURNS = 50  # rounds of the measurement by events
 
 
@@ -66,8 +68,9 @@ class Bench:
     def _drafter(self, target: Any) -> Any:
         if self.options.drafter:
             return for_decoding(load_drafter(self.options.drafter, target, dtype=torch.float32), target)
-        toy: Row = {"target_layers": [0, 2], "mask_token": 5} if self.options.quick else {"taps": 5}
-        part = DrafterPart(block_size=4 if self.options.quick else 8, layers=2, **toy)
+        small = target.num_layers < 8  # a toy
+        toy: Row = {"target_layers": [0, 2], "mask_token": 5} if small else {"taps": 5}
+        part = DrafterPart(block_size=4 if small else 8, layers=2, **toy)
         return for_decoding(new_drafter(spec_for(part, target), target), target)
 
     def _requests(self) -> list[Request]:
@@ -117,24 +120,27 @@ class Bench:
                            compiler=self.compiler if engine == "fused" else None)  # fmt: skip
 
     # what is measured ------------------------------------------------------------------------------------------------
-    def check(self) -> None:
-        """In float32 every engine writes what the eager loop writes."""
+    def check(self, engine: str, ways: Sequence[tuple[str, float, str]], kernels: Sequence[str]) -> None:
+        """In float32 an engine writes what the eager loop writes, refilled rows included."""
+        if self.late():
+            return
         precise = self.load("float32")
         drafter = self._drafter(precise)
         asked = self.take(8)
-        for arm, temperature, rule in (("plain", 0.0, "match"), ("speculative", 0.0, "match"),
-                                       ("speculative", 1.0, "match"), ("speculative", 1.0, "ratio")):  # fmt: skip
+        for arm, temperature, rule in ways:
             base = Options(min(48, self.options.new_tokens), Sampling(temperature), rule, batch_size=8)
             used = None if arm == "plain" else drafter
             want = decode(precise, used, asked, replace(base, engine="eager"))
-            for kernel in ("sdpa", "matmul"):
+            for kernel in kernels:
                 longest = max(len(request.ids) for request in asked) + base.max_new_tokens
-                engine = GraphEngine(precise, used, base, rows=4, longest=longest, kernel=kernel)
+                made = GraphEngine(precise, used, base, rows=4, longest=longest, kernel=kernel,
+                                   compiler=self.compiler if engine == "fused" else None)  # fmt: skip
                 got = [Generation(request.ids) for request in asked]
-                list(engine.decode(asked, got))
+                list(made.decode(asked, got))
+                made.close()
                 same = sum(a.tokens == b.tokens for a, b in zip(want, got, strict=True))
                 self.write({"kind": "check", "arm": arm, "temperature": temperature, "rule": rule, "kernel": kernel,
-                            "prompts": len(asked), "same": same,
+                            "engine": engine, "prompts": len(asked), "same": same,
                             "tokens": sum(len(a.tokens) for a in want)})  # fmt: skip
 
     def cell(self, batch: int, temperature: float, arm: str, engine: str, kernel: str = "sdpa") -> GraphEngine | None:
@@ -245,10 +251,11 @@ def measure(bench: Bench) -> None:
     """Every cell, what matters most first."""
     options = bench.options
     bench.head()
-    bench.check()
+    bench.check("graph", WAYS, ("sdpa", "matmul"))
     gc.collect()
     pictures: list[tuple[str, GraphEngine]] = []
-    for engine, kernel in (("graph", "sdpa"), ("graph", "matmul"), ("fused", "sdpa"), ("fused", "matmul")):
+    engines = ["graph", *(["fused"] if 1 in options.fused else [])]
+    for engine, kernel in ((engine, kernel) for engine in engines for kernel in ("sdpa", "matmul")):
         for arm in ("plain", "speculative"):
             made = guarded(bench, 1, 0.0, arm, engine, kernel)
             if made is not None and options.profile:
@@ -257,6 +264,11 @@ def measure(bench: Bench) -> None:
         text = "\n\n".join(profile_text(name, made, bench.target) for name, made in pictures)
         options.profile.write_text(text + "\n", encoding="utf-8")
     pictures.clear()
+    try:
+        if options.fused:
+            bench.check("fused", WAYS[-1:], ("sdpa",))
+    except DraftloopError as error:
+        bench.write({"kind": "failed", "engine": "fused", "why": str(error)})
     for arm in ("plain", "speculative"):
         bench.eager(arm)
     best = fastest(bench.rows)
@@ -312,7 +324,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", nargs="+", default=["builtin:test"], help="prompt files")
     parser.add_argument("--max-prompt-tokens", type=int, default=256, help="longer prompts are left out (default 256)")
     parser.add_argument("--new-tokens", type=int, default=128, help="longest answer (default 128)")
-    parser.add_argument("--waves", type=int, default=8, help="prompts at batch 1 (default 8)")
+    parser.add_argument("--waves", type=int, default=6, help="prompts at batch 1 (default 6)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--fused", type=int, nargs="*", default=[1, 8], help="batch sizes measured compiled as well")
     parser.add_argument("--generate", type=int, default=1024, help="rows of plain generation; 0 = none")

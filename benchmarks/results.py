@@ -18,6 +18,7 @@ from typing import Any
 
 import bench_results
 import branch_throughput
+import decode_results
 import fused_results
 import parity_results
 
@@ -65,9 +66,9 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, li
 
 def derive() -> dict[Path, str]:
     """Every derived file's text."""
-    others = ("parity-", "bench-", "branch-", "fused-")
+    others = ("parity-", "bench-", "branch-", "fused-", "decode-")
     runs = {path.stem: read(path) for path in sorted(RAW.glob("*.jsonl")) if not path.name.startswith(others)}
-    out = parity_results.derived() | bench_results.derive() | branch_throughput.derived()
+    out = parity_results.derived() | bench_results.derive() | branch_throughput.derived() | decode_results.derive()
     tables = []
     found: dict[str, dict[str, Any]] = {study: {} for study in STUDIES}
     for name, (head, stages, arms) in runs.items():
@@ -92,8 +93,12 @@ def derive() -> dict[Path, str]:
         tables.append(_ablation_table(arms_of_seeds))
     if served := bench_results.table():
         tables.append("## A running server under load\n\n" + served)
+    if decoded := decode_results.table():
+        tables.append("## Decoding on CUDA\n\n" + decoded)
     if kernels := fused_results.table():
         tables.append("## Readout and loss fused\n\n" + kernels)
+    if supervised := branch_throughput.table():
+        tables.append("## Supervised draft tokens per second\n\n" + supervised)
     if agreed := parity_results.table():
         tables.append("## Parity with vLLM\n\n" + agreed)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

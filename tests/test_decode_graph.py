@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftloop.core.errors import EnvironmentFault, InputError
 from draftloop.core.law import Sampling
@@ -202,6 +203,49 @@ def test_a_broken_round_is_caught(monkeypatch, target, requests, half_learned, p
     eager = decode(target, half_learned, requests, options)
     with pytest.raises(AssertionError):
         agree(eager, decode(target, half_learned, requests, replace(options, engine="graph")))
+
+
+# what a capture forbids, seen on the CPU -----------------------------------------------------------------------------
+class Watching(TorchDispatchMode):
+    """Notes what would stop a capture on CUDA: a value that the host reads, or a tensor that the host makes."""
+
+    FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "unique", "equal.default", "item")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func).removeprefix("aten.")
+        if any(name == word or name.startswith((word + ".", word + "_dim")) for word in self.FORBIDDEN):
+            self.seen.append(name)
+        if name.startswith("index") and any(
+            isinstance(one, torch.Tensor) and one.dtype == torch.bool for arg in args if isinstance(arg, (list, tuple))
+            for one in arg
+        ):  # fmt: skip
+            self.seen.append(f"{name} by a mask")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "matmul"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_round_asks_the_device_for_nothing(target, half_learned, way, kernel):
+    for drafter in (None, half_learned):
+        options = Options(8, record=True, **WAYS[way])
+        engine = GraphEngine(target, drafter, options, rows=3, longest=40, kernel=kernel)
+        engine.turn()
+        engine.rows.at.zero_()
+        with Watching() as watching:
+            engine.turn()
+        assert watching.seen == []
+
+
+def test_the_watcher_sees_what_it_should():
+    x = torch.arange(4)
+    for sin in (lambda: int(x.max()), lambda: x[x > 1], lambda: torch.tensor([1, 2]), lambda: bool((x > 1).any())):
+        with Watching() as watching:
+            sin()
+        assert watching.seen
 
 
 # which engine, and what is refused -----------------------------------------------------------------------------------

@@ -36,6 +36,10 @@ Out = Annotated[Path | None, typer.Option("--out", "-o", help="Run directory (de
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output, and nothing else.")]
 TargetName = Annotated[str, typer.Option("--target", "-t", help="Checkpoint folder, hub id, or smollm2 (embedded).")]
 Files = Annotated[list[str], typer.Option("--prompts", "-p", help="Prompt file, or builtin:test; may be repeated.")]
+EngineName = Annotated[
+    Literal["auto", "eager", "graph", "fused"],
+    typer.Option("--engine", help="How texts are decoded; auto = graph on CUDA where it can be, else eager."),
+]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python that comes with the checkpoint.")]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftloop.core.draws import uniforms
+from draftloop.core.draws import Purpose, bits, uniforms_after
 from draftloop.decode.round import RowState, sent
 from draftloop.decode.trace import Options, Request
 
@@ -40,6 +40,7 @@ class Line:
     log_q: tuple[float, ...]
 
 
+_DRAWS = (Purpose.TARGET, Purpose.DRAFT, Purpose.ACCEPT, Purpose.RESIDUAL)
 _HEAD = 5  # stop, anchor, accepted, ended, done; then K + 1 tokens, then K drafts
 
 
@@ -69,16 +70,16 @@ class FixedRows(RowState):
     ) -> None:
         super().__init__(target, drafter, options)
         self._feeding = drafter  # prompts come in every length: for them nothing is compiled
+        self._hashed = uniforms_after if compiler is None else compiler(uniforms_after)
         if compiler is not None:
-            self._hashed = compiler(uniforms)  # type: ignore[method-assign]
             self.drafter = _Compiled(drafter, compiler) if drafter is not None else None
         device, k = target.device, self.drafted
         capacity = -(-(longest + k + 1) // 64) * 64  # attention kernels want whole tiles
         self.cache = target.new_fixed_cache(rows, capacity)
         self.context = drafter.new_fixed_cache(rows, capacity) if drafter is not None else None
-        self.key, self.sample, self.anchor, self.last, self.limit = (
-            torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(5)
-        )
+        self.anchor, self.last, self.limit = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(3))
+        # what the draws of a text have in common is hashed when it enters: a hash is a hundred small kernels
+        self._begun = {purpose: torch.zeros_like(self.anchor) for purpose in _DRAWS if not options.sampling.greedy}
         self.done = torch.ones(rows, dtype=torch.bool, device=device)
         self.at = torch.zeros(1, dtype=torch.int64, device=device)  # where the next round is logged
         self.log = torch.zeros(turns, rows, _HEAD + 2 * k + 1, dtype=torch.int64, device=device)
@@ -117,6 +118,10 @@ class FixedRows(RowState):
         self.done.copy_(done)
         self.at.add_(1)
 
+    def _uniform(self, purpose: Purpose, position: Tensor, anchor: Tensor | None = None) -> Tensor:
+        """As `RowState._uniform` for positions [b, n], from what was hashed on entering."""
+        return self._hashed(self._begun[purpose].unsqueeze(1), 0 if anchor is None else anchor.unsqueeze(1), position)
+
     @torch.no_grad()
     def admit(self, rows: Sequence[int], requests: Sequence[Request]) -> Tensor:
         """Let requests into idle rows: feed their prompts and draw the first token of each.
@@ -138,8 +143,9 @@ class FixedRows(RowState):
             self.hidden[at, :width] = fed.hidden
         if self.features is not None:
             self.features[at, :width] = fed.features
-        for name in ("key", "sample", "limit"):
-            getattr(self, name)[at] = getattr(entering, name)
+        self.limit[at] = entering.limit
+        for purpose, begun in self._begun.items():
+            begun[at] = bits(self.options.seed, purpose, entering.key, entering.sample)
         self.anchor[at] = entering.anchor + cut.stop
         self.last[at] = cut.last
         self.done[at] = cut.done

@@ -105,6 +105,12 @@ class GraphEngine:
         """K."""
         return self.rows.drafted
 
+    def close(self) -> None:
+        """Let go of graph and caches; the engine cannot be used after."""
+        if self._graph is not None:
+            self._graph.reset()
+        self.rows.cache.drop()
+
     def turn(self) -> None:
         """One round of all rows; on CUDA a launch that returns at once."""
         if self._graph is not None:
@@ -118,7 +124,8 @@ class GraphEngine:
         here = torch.cuda.current_stream(self.target.device)
         beside = torch.cuda.Stream(self.target.device)
         beside.wait_stream(here)
-        with self.target.fixed(self.rows.cache, self.kernel, self.compiler):
+        # the outer stream is for a capture that fails, which would leave us on its own
+        with torch.cuda.stream(here), self.target.fixed(self.rows.cache, self.kernel, self.compiler):
             with torch.cuda.stream(beside):
                 for _ in range(_WARM_UPS):
                     self.rows.turn()
@@ -275,6 +282,9 @@ def unsupported(target: Any, drafter: Any | None) -> str:
 
 
 def _fault(error: Exception, name: str, compiled: bool) -> EnvironmentFault:
+    cause = error.__context__
+    if isinstance(cause, RuntimeError) and not compiled:  # ending a capture that failed fails with less to say
+        error = cause
     words = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = " ".join(words[:2]).rstrip(".")[:200]
     if isinstance(error, torch.OutOfMemoryError):

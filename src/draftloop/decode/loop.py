@@ -43,7 +43,11 @@ def rounds(
     target: Any, drafter: Any | None, requests: Sequence[Request], options: Options, results: list[Generation]
 ) -> Iterator[list[Commit]]:
     """As `decode`, but yield what each round committed; `results` fill up as it goes."""
-    yield from Decoder(target, drafter, options, requests).rounds(requests, results)
+    decoder = Decoder(target, drafter, options, requests)
+    try:
+        yield from decoder.rounds(requests, results)
+    finally:
+        decoder.close()
 
 
 def engine_of(target: Any, drafter: Any | None, options: Options) -> Engine:
@@ -77,6 +81,12 @@ class Decoder:
         elif self._requests:
             few = replace(self.options, max_new_tokens=min(4, self.options.max_new_tokens))
             decode(self._target, self._drafter, self._requests[:1], few)
+
+    def close(self) -> None:
+        """Let go of what was built."""
+        if self._fixed is not None:
+            self._fixed.close()
+            self._fixed = None
 
     def _build(self) -> GraphEngine:
         if self._fixed is None:

@@ -140,10 +140,7 @@ class RowState:
         keys = [self.key, self.sample, torch.zeros_like(self.key) if anchor is None else anchor]
         if position.dim() == 2:
             keys = [key.unsqueeze(1) for key in keys]
-        return self._hashed(self.options.seed, purpose, *keys, position)
-
-    def _hashed(self, seed: int, purpose: Purpose, *keys: Tensor) -> Tensor:
-        return uniforms(seed, purpose, *keys)
+        return uniforms(self.options.seed, purpose, *keys, position)
 
     def _coins(self) -> Coins:
         place = self.anchor.unsqueeze(1) + torch.arange(1, self.drafted + 2, device=self.anchor.device)
@@ -151,7 +148,7 @@ class RowState:
         if self.options.sampling.greedy:
             return Coins(unused, unused[:, 1:], unused[:, 1:])
         target = self._uniform(Purpose.TARGET, place)
-        if self.options.rule == "match":
+        if self.options.rule == "match" or not self.drafted:
             return Coins(target, unused[:, 1:], unused[:, 1:])
         return Coins(
             target,

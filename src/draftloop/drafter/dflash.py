@@ -152,7 +152,7 @@ class DFlash(nn.Module):
             masks = self.mask_embedding.to(first.dtype).expand(*tokens.shape, self.spec.drafted, -1)
             return torch.cat([first, masks], -2)
         ids = tokens.unsqueeze(-1).repeat_interleave(self.spec.block_size, -1)
-        ids[..., 1:] = self.spec.mask_token_id
+        ids[..., 1:].fill_(self.spec.mask_token_id)
         return self._own(self._borrowed[0](ids))
 
     def _context(self, features: Tensor) -> Tensor:

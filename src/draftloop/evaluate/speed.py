@@ -106,6 +106,8 @@ def compare(
                 old.generations + one.generations,
             )
             advance(start * len(arms) + (n + 1) * len(batch), len(requests) * len(arms))
+    for decoder in decoders:
+        decoder.close()
     plain = total[0]
     names = [(prompt, group) for prompt, group, _ in requests]
     out = []

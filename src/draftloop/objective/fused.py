@@ -28,7 +28,7 @@ from draftloop.objective.question import Question, places
 
 Kernel = Literal["auto", "eager", "triton"]
 
-_FASTER_UP_TO = 0  # hidden numbers a row, up to which `auto` takes the kernels: what benchmarks/fused.py has shown
+_FASTER_UP_TO = 0  # hidden numbers a row, up to which `auto` takes the kernels; why none yet: docs/decisions.md
 _SLAB = 1 << 25  # derivatives in the logits that are held at a time
 
 

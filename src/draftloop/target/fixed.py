@@ -74,6 +74,10 @@ class FixedCache(WholeCache):
         bias = torch.zeros_like(masks, dtype=self.dtype).masked_fill_(~masks, float("-inf"))
         return bias.repeat(1, 1, self.group, 1)
 
+    def drop(self) -> None:
+        """Let go of all memory now: layers and cache know each other, which a count of references cannot undo."""
+        self.layers = []
+
     def admit(self, rows: Tensor, prompts: RowCache) -> None:
         """Let new texts into `rows` (int64 [m]): what `prompts` holds of its m texts, up to its span."""
         for mine, theirs in zip(self.layers, prompts.layers, strict=True):
