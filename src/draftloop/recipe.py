@@ -38,8 +38,8 @@ class TargetPart(Part):
     )
     engine: Literal["auto", "eager", "graph", "fused"] = Field(
         "auto",
-        description="how texts are decoded: graph = each round one CUDA graph; fused = that, with layers compiled "
-        "(pays on long work); eager = the reference; auto = graph on CUDA where the target allows it, else eager",
+        description="how texts are decoded: graph = a CUDA graph a round; fused = that, layers compiled (for long work); "
+        "eager = the reference; auto = graph on CUDA where the target allows it, else eager",
     )
     trust_remote_code: bool = Field(
         False, description="run Python code that comes with the model; off unless you say so"
@@ -57,9 +57,7 @@ class ResponsePart(Part):
     samples: int = Field(1, ge=1, description="answers per training prompt; more than one needs a temperature above 0")
     batch_size: int = Field(16, ge=1, description="prompts answered at a time")
     server: str | None = Field(
-        None,
-        description="a running OpenAI-compatible server of the target answers instead, e.g. http://127.0.0.1:8000/v1; "
-        "its tokens are checked against ours",
+        None, description="URL of a running OpenAI-compatible server that answers instead; its tokens are checked"
     )
     server_model: str | None = Field(None, description="name of the model on the server; default: the only one there")
     server_concurrency: int = Field(16, ge=1, description="requests under way at a time")
@@ -68,13 +66,9 @@ class ResponsePart(Part):
     )
 
     @model_validator(mode="after")
-    def _check_address(self) -> ResponsePart:
+    def _check_server(self) -> ResponsePart:
         if self.server is not None and not self.server.startswith(("http://", "https://")):
             raise ValueError(f"server {self.server!r} is no URL; write it like http://127.0.0.1:8000/v1")
-        return self
-
-    @model_validator(mode="after")
-    def _check_server(self) -> ResponsePart:
         if self.server is None and (self.server_model or self.server_key_env):
             raise ValueError("server_model and server_key_env mean nothing without server; name the server's URL")
         return self
