@@ -38,8 +38,7 @@ class TargetPart(Part):
     )
     engine: Literal["auto", "eager", "graph", "fused"] = Field(
         "auto",
-        description="how texts are decoded: graph = a CUDA graph a round; fused = that, layers compiled (for long work); "
-        "eager = the reference; auto = graph on CUDA where the target allows it, else eager",
+        description="how texts are decoded: graph = a CUDA graph a round, auto on CUDA; fused = compiled too; eager",
     )
     trust_remote_code: bool = Field(
         False, description="run Python code that comes with the model; off unless you say so"
@@ -85,9 +84,7 @@ class DataPart(Part):
 
     dir: str = Field(".", description="folder that relative file names start from")
     train: list[str] = Field(default_factory=list, description="prompt files; `builtin:train` = the ones we ship")
-    validation: list[str] = Field(
-        default_factory=list, description="choose the best checkpoint; empty = split off train"
-    )
+    validation: list[str] = Field(default_factory=list, description="choose the checkpoint; empty = split off train")
     test: list[str] = Field(default_factory=list, description="reported once, at the end; empty = split off train")
     limit: int | None = Field(None, ge=1, description="use at most this many prompts of each split")
     max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are left out (and counted)")
