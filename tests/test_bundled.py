@@ -11,6 +11,7 @@ from draftloop.core.law import Sampling
 from draftloop.decode.loop import decode
 from draftloop.decode.trace import Options, Request
 from draftloop.drafter.build import for_decoding
+from draftloop.engines.serve import Engine
 from draftloop.formats.bundled_drafter import named_folder
 from draftloop.formats.load import load_drafter
 from draftloop.target.load import load_target
@@ -51,3 +52,11 @@ def test_it_drafts_for_the_real_target_without_changing_it():
     plain = decode(target, None, [Request(tuple(text))], options)[0]
     assert drafted.tokens == plain.tokens
     assert len(drafted.tokens) / len(drafted.steps) > 2
+
+
+def test_whoever_serves_it_on_a_cpu_is_warned():
+    """vLLM's CPU path breaks the target's law above temperature 0: found by parity, said wherever it matters."""
+    (said,) = Engine("vllm", Path("python"), "0.32.0", "cpu", True).cautions
+    assert "does not follow the target's law" in said
+    assert not Engine("vllm", Path("python"), "0.32.0", "cuda", True).cautions
+    assert not Engine("sglang", Path("python"), "0.5.23", "cpu", True).cautions

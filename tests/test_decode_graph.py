@@ -295,7 +295,7 @@ def test_a_layer_is_compiled_once_for_all_layers(requests):
     made = [Generation(request.ids) for request in requests]
     list(engine.decode(requests, made))
     agree(decode(target, None, requests, options), made)
-    assert counting.graphs == 1
+    assert counting.graphs == 4  # a layer, rotary positions, the last norm, where rows end
     assert all("forward" not in vars(layer) for layer in target._layers)
     assert target.config._attn_implementation == "sdpa"
 
@@ -308,7 +308,7 @@ def test_a_compiled_round_speculates_the_same(target, requests, half_learned):
     made = [Generation(request.ids) for request in requests]
     list(engine.decode(requests, made))
     agree(decode(target, half_learned, requests, options), made)
-    assert counting.graphs <= 8  # layer, drafter's two forwards, a hash for each purpose
+    assert counting.graphs <= 12  # those four, the drafter's two forwards, a hash for each purpose
 
 
 def test_a_compiler_that_fails_is_one_sentence(target, requests):

@@ -39,6 +39,7 @@ ROWS = [
     cell("speculative", "graph", 3.0, 900.0, [[30, 10], [30, 20]]),
     cell("plain", "fused", 1.0, 1000.0, [[10, 10]]),
     cell("speculative", "fused", 1.5, 1800.0, [[36, 12], [24, 18]]),
+    cell("plain", "tuned", 0.8, 1200.0, [[10, 10]]),
     cell("plain", "graph", 2.0, 4000.0, [[10, 10]], batch=8),
     cell("speculative", "graph", 5.0, 3000.0, [[30, 15]], batch=8),
     {"kind": "generation", "batch": 4, "engine": "graph", "kernel": "sdpa", "tokens_per_s": 6.4, "prompts": 8,
@@ -52,8 +53,9 @@ def test_headline_and_cells(derived, tmp_path):
     raw.write_text("".join(json.dumps(row) + "\n" for row in ROWS) + '{"kind": "cell", "ba', encoding="utf-8")
     (text,) = derived.derive(raw).values()
     found = json.loads(text)
-    assert (found["engine_b1"], found["plain_tokens_per_s_b1"], found["tau_b1"]) == ("fused", 1000.0, 2.0)
-    assert found["speculative_over_plain_b1"] == 1.8
+    assert found["engines_b1"] == {"plain": "tuned, sdpa", "speculative": "fused, sdpa"}
+    assert (found["plain_tokens_per_s_b1"], found["tau_b1"]) == (1200.0, 2.0)
+    assert found["speculative_over_plain_b1"] == 1.5
     assert found["same_tokens_in_float32"]
     by_place = {(one["batch"], one["engine"]): one for one in found["cells"]}
     assert by_place[8, "graph"]["round_cost"] == 2.5

@@ -46,9 +46,10 @@ def export(
     drafter = load_drafter(folder)
     name = engine_target(target or drafter.spec.made_for.get("target"))
     unsure = _unlike(name, drafter.spec.made_for)
+    place = f"export-{engine}" if form == "zlab" else f"export-{engine}-{form}"
     made = run_export(
         drafter,
-        out or run / (f"export-{engine}" if form == "zlab" else f"export-{engine}-{form}"),
+        out or (run / place if run.exists() else Path(f"{run}-{place}")),  # the bundled drafter: not into the package
         engine=engine,
         form=form,
         target_name=name,

@@ -66,7 +66,7 @@ def serve(
     print(f"{engine} {found.version} on {found.device}:", file=sys.stderr)
     if environment:
         print(f"set for its CPU backend: {', '.join(environment)} (yours win where you set them).", file=sys.stderr)
-    for said in [] if plain else caveats(engine, spec, probabilistic):
+    for said in [] if plain else [*found.cautions, *caveats(engine, spec, probabilistic)]:
         print(f"note: {said}", file=sys.stderr)
     print(shell_line(command, environment), flush=True)
     if not dry_run:
@@ -75,14 +75,15 @@ def serve(
 
 def _folder(run: Path, engine: Literal["vllm", "sglang"], target: str | None) -> tuple[Path, dict[str, Any]]:
     """The folder to serve and what its serve.json says; a run's drafter is exported where no export is up to date."""
+    from draftloop.formats.bundled_drafter import named_folder
     from draftloop.formats.export import SERVE, export
     from draftloop.formats.history import objective_of, read_history
     from draftloop.formats.load import load_drafter
     from draftloop.formats.zlab import WEIGHTS
 
     drafter, place = drafter_folder(run), run / f"export-{engine}"
-    if drafter == run:  # an export, or a drafter's own folder, which is served as it lies there
-        return run.resolve(), _facts(run / SERVE)
+    if drafter == named_folder(run):  # an export, or a drafter's own folder, which is served as it lies there
+        return drafter.resolve(), _facts(drafter / SERVE)
     weights = place / WEIGHTS
     if not weights.is_file() or weights.stat().st_mtime < (drafter / WEIGHTS).stat().st_mtime:
         name = engine_target(target)

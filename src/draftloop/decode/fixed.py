@@ -72,6 +72,7 @@ class FixedRows(RowState):
         self._feeding = drafter  # prompts come in every length: for them nothing is compiled
         self._hashed = uniforms_after if compiler is None else compiler(uniforms_after)
         if compiler is not None:
+            self._ends = compiler(RowState._ends)  # type: ignore[method-assign]
             self.drafter = _Compiled(drafter, compiler) if drafter is not None else None
         device, k = target.device, self.drafted
         capacity = -(-(longest + k + 1) // 64) * 64  # attention kernels want whole tiles

@@ -58,6 +58,19 @@ def sent(values: Any, device: torch.device) -> Tensor:
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 
+def _ends(
+    tokens: Tensor, count: Tensor, anchor: Tensor, limit: Tensor, eos: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The parts of a `Cut`: a pure function of tensors, to be compiled where that is wanted."""
+    place = torch.arange(tokens.shape[1], device=tokens.device)
+    count = torch.minimum(count, limit - 1 - anchor)
+    ends = (tokens.unsqueeze(-1) == eos).any(-1) & (place < count.unsqueeze(1))
+    ended = ends.any(1)
+    stop = torch.where(ended, ends.int().argmax(1) + 1, count)
+    last = tokens.gather(1, (stop - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+    return stop, ended, ended | (anchor + stop >= limit - 1), last
+
+
 class RowState:
     """b rows on the device: keys of their draws, where each ends, its last committed token, and the caches.
 
@@ -119,8 +132,9 @@ class RowState:
             self.drafter.extend(self.context, fed.features, positions)  # type: ignore[union-attr]
         law = self.target.law(fed.hidden.flatten(0, 1), self.options.sampling)
         verdict = verify(self.options.rule, proposal, law, self._coins())
-        tokens = torch.cat([proposal.tokens, verdict.token.unsqueeze(1)], 1)
-        tokens = tokens.scatter(1, verdict.accepted.unsqueeze(1), verdict.token.unsqueeze(1))
+        tokens = verdict.token.unsqueeze(1)
+        if self.drafted:
+            tokens = torch.cat([proposal.tokens, tokens], 1).scatter(1, verdict.accepted.unsqueeze(1), tokens)
         return Outcome(fed, proposal, verdict, tokens, self._cut(tokens, verdict.accepted + 1))
 
     def _propose(self) -> Proposal:
@@ -143,10 +157,11 @@ class RowState:
         return uniforms(self.options.seed, purpose, *keys, position)
 
     def _coins(self) -> Coins:
-        place = self.anchor.unsqueeze(1) + torch.arange(1, self.drafted + 2, device=self.anchor.device)
-        unused = torch.full(place.shape, 0.5, dtype=torch.float64, device=place.device)
+        device = self.anchor.device
+        unused = torch.empty(len(self.anchor), self.drafted + 1, dtype=torch.float64, device=device)
         if self.options.sampling.greedy:
             return Coins(unused, unused[:, 1:], unused[:, 1:])
+        place = self.anchor.unsqueeze(1) + torch.arange(1, self.drafted + 2, device=device)
         target = self._uniform(Purpose.TARGET, place)
         if self.options.rule == "match" or not self.drafted:
             return Coins(target, unused[:, 1:], unused[:, 1:])
@@ -158,10 +173,6 @@ class RowState:
 
     def _cut(self, tokens: Tensor, count: Tensor) -> Cut:
         """End `count` of the tokens [b, n] at end-of-sequence and at the row's limit."""
-        place = torch.arange(tokens.shape[1], device=tokens.device)
-        count = torch.minimum(count, self.limit - 1 - self.anchor)
-        ends = (tokens.unsqueeze(-1) == self.eos).any(-1) & (place < count.unsqueeze(1))
-        ended = ends.any(1)
-        stop = torch.where(ended, ends.int().argmax(1) + 1, count)
-        last = tokens.gather(1, (stop - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
-        return Cut(stop, ended, ended | (self.anchor + stop >= self.limit - 1), last)
+        return Cut(*self._ends(tokens, count, self.anchor, self.limit, self.eos))
+
+    _ends = staticmethod(_ends)

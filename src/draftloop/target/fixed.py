@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -167,11 +167,13 @@ def attending_fixed(configs: tuple[Any, ...], kernel: Kernel) -> Iterator[None]:
 
 @contextmanager
 def compiled(
-    layers: nn.ModuleList, kept: FixedCache, cache_name: str, compiler: Callable[[Any], Any]
+    base: nn.Module, layers: nn.ModuleList, kept: FixedCache, cache_name: str, compiler: Callable[[Any], Any]
 ) -> Iterator[None]:
     """Run decoder layers compiled for a while: one for all of a kind, each being given its own part of the cache.
 
     Args:
+        base: the model without its head; what it has beside layers and embeddings (last norm, rotary positions) is
+            compiled too.
         layers: the target's decoder layers.
         kept: the cache that they write to.
         cache_name: the keyword by which they are given it.
@@ -192,14 +194,17 @@ def compiled(
     many = torch._dynamo.config.patch(  # type: ignore[attr-defined]  # every batch size is a shape of its own
         recompile_limit=256, accumulated_recompile_limit=4096, fail_on_recompile_limit_hit=True
     )
+    others = [one for one in base.children() if one is not layers and not isinstance(one, nn.Embedding | nn.ModuleList)]
     try:
+        for other in others:
+            other.forward = partial(made.setdefault(type(other), compiler(type(other).forward)), other)
         for layer, part in zip(layers, kept.layers, strict=True):
             layer.forward = forward(layer, part)
         with many:
             yield
     finally:
-        for layer in layers:
-            layer.__dict__.pop("forward", None)
+        for one in (*layers, *others):
+            one.__dict__.pop("forward", None)
 
 
 def why_not_fixed(config: Any) -> str:

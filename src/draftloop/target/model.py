@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -161,8 +161,10 @@ class Target:
     @contextmanager
     def fixed(self, cache: FixedCache, kernel: Kernel, compiler: Callable[[Any], Any] | None = None) -> Iterator[None]:
         """Let the model read a `FixedCache` for a while, its layers compiled where a compiler is given."""
-        layers = nullcontext() if compiler is None else compiled(self._layers, cache, self._cache_name, compiler)
-        with attending_fixed((self.config, self._base.config), kernel), layers:
+        with ExitStack() as stack:
+            stack.enter_context(attending_fixed((self.config, self._base.config), kernel))
+            if compiler is not None:
+                stack.enter_context(compiled(self._base, self._layers, cache, self._cache_name, compiler))
             yield
 
     def check_length(self, tokens: int) -> None:
