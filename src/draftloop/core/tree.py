@@ -72,6 +72,29 @@ class Tree:
         chain[..., 0] = slot
         return chain
 
+    def lines(self) -> Lines:
+        """The same tree as token sequences, for mixers that read tokens in their order (recurrences)."""
+        batch, width = self.tokens.shape
+        row = torch.arange(batch, device=self.tokens.device).unsqueeze(1).expand_as(self.tokens)
+        slot = torch.arange(width, device=self.tokens.device).expand_as(self.tokens)
+        wide = max(int(self.trunk.max()), int(self.branch.max()), 0) + 1
+        on_trunk, on_branch = (self.trunk >= 0) & (self.branch < 0), self.branch >= 0
+
+        def laid(chosen: Tensor, key: Tensor, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            names, line = torch.unique(key[chosen], return_inverse=True)
+            longest = int(place[chosen].max()) + 1 if names.numel() else 0
+            table = torch.full((names.numel(), longest), -1, dtype=torch.int64, device=key.device)
+            table[line, place[chosen]] = slot[chosen]
+            return names, line, table
+
+        trunk_key = row * wide + self.trunk
+        trunks, _, trunk_slot = laid(on_trunk, trunk_key, self.position)
+        branches, line, branch_slot = laid(on_branch, row * wide + self.branch, self.position - self.fork - 1)
+        trunk, fork = branches.new_zeros(branches.shape), branches.new_zeros(branches.shape)
+        trunk[line] = torch.searchsorted(trunks, trunk_key[on_branch])
+        fork[line] = self.fork[on_branch]
+        return Lines(trunks // wide, trunk_slot, branches // wide, branch_slot, trunk, fork)
+
     def mask_mod(self) -> MaskMod:
         """The same rule as a FlexAttention mask function of (row, head, query slot, key slot)."""
 
@@ -83,6 +106,27 @@ class Tree:
             return (same_trunk & earlier & (on_trunk | own)) | (q == k)
 
         return see
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A tree as A trunks and M branches, each a sequence of slots (-1 behind its end).
+
+    Attributes:
+        trunk_row: int64 [A], the row of each trunk; trunks of one row stand in the order of their numbers.
+        trunk_slot: int64 [A, T].
+        row: int64 [M], the row of each branch.
+        slot: int64 [M, L].
+        trunk: int64 [M], which of the A trunks a branch hangs on.
+        fork: int64 [M], the last trunk position that it sees.
+    """
+
+    trunk_row: Tensor
+    trunk_slot: Tensor
+    row: Tensor
+    slot: Tensor
+    trunk: Tensor
+    fork: Tensor
 
 
 @dataclass(frozen=True)

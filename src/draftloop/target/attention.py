@@ -1,26 +1,25 @@
 """Attention families: what a kind of attention needs so that texts and trees are scored exactly.
 
-The one place where a new kind plugs in. A family says which masks a forward takes and which caches hold its past; it is
-chosen by the structure of the model, and the probe in `load` then compares it with the model's own plain forward. Knows
-no drafter and no loss.
+The one place where a new kind plugs in. A family says which masks a forward takes, which caches hold its past and what
+beside masks its layers need; `family` chooses it by the structure of the model, and the probe in `load` then compares
+it with the model's own plain forward. Knows no drafter and no loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from torch import Tensor
 
-from draftloop.core.errors import InputError
 from draftloop.core.tree import Packed, Tree
 from draftloop.target.cache import RowCache, TrunkCache, TrunkState
 
-Masks = Tensor | dict[str, Tensor]  # bool [b, 1, queries, keys], or one such mask for each kind of layer
+# bool [b, 1, queries, keys], or one such mask for each kind of layer (None where a kind takes none)
+Masks = Tensor | dict[str, Tensor | None]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -32,7 +31,7 @@ class AttentionFamily(Protocol):
         """An empty cache for texts of at most `capacity` tokens."""
         ...
 
-    def resume(self, states: list[TrunkState], packed: Packed) -> Cache:
+    def resume(self, states: list[TrunkState], packed: Packed) -> TrunkCache:
         """A cache of finished trunks under which the branches of `packed` are fed."""
         ...
 
@@ -47,6 +46,14 @@ class AttentionFamily(Protocol):
 
     def tree_masks(self, tree: Tree, first: int = 0) -> Masks:
         """Masks of the slots from `first` on, over all slots of the tree."""
+        ...
+
+    def mixing(self, over: RowCache | TrunkCache | Tree) -> AbstractContextManager[None]:
+        """What has to hold while a forward runs, beside masks: for layers that no mask can tell what to see.
+
+        Args:
+            over: what is fed: the cache, aimed, or the whole tree where there is none.
+        """
         ...
 
 
@@ -83,49 +90,16 @@ class SoftmaxAttention:
         """Windows are counted in logical positions, for slots of a tree do not stand in the order of the text."""
         return self._by_kind(tree.dense_mask(first), lambda window: tree.near(window, first))
 
+    def mixing(self, over: RowCache | TrunkCache | Tree) -> AbstractContextManager[None]:
+        """Masks say it all."""
+        return nullcontext()
+
     def _by_kind(self, seen: Tensor, near: Callable[[int], Tensor]) -> Masks:
-        if self.kinds == {FULL}:
+        if not self.kinds & {SLIDING}:
             return seen
         windowed = seen & near(self.config.sliding_window)
         # models with layers of one kind take a mask, not a dictionary
         return windowed if self.kinds == {SLIDING} else {FULL: seen, SLIDING: windowed}
-
-
-_MISSING = {
-    "linear_attention": "a recurrent state for every branch",
-    "chunked_attention": "masks that end at chunk borders",
-    "indexed_attention": "key groups that do not mix branches",
-    "mamba": "a recurrent state for every branch",
-}
-
-
-def family_of(base: nn.Module, config: Any, name: str) -> AttentionFamily:
-    """The family of a model, by its structure.
-
-    Raises:
-        InputError: it has layers of a kind that would be scored wrongly.
-    """
-    told = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
-    kinds = frozenset(told or [FULL])
-    if not told and isinstance(window, int) and _window_acts(base, config):
-        kinds = frozenset([SLIDING])
-    unknown = sorted(kinds - {FULL, SLIDING})
-    if unknown:
-        lacking = [_MISSING[kind] for kind in unknown if kind in _MISSING]
-        raise InputError(
-            f"the model has layers of kind {unknown}, which we cannot score yet"
-            + (f": we lack {' and '.join(dict.fromkeys(lacking))}" if lacking else ""),
-            where=name,
-            fix="Use a target with full or sliding-window attention.",
-        )
-    if SLIDING in kinds and not (isinstance(window, int) and window > 0):
-        raise InputError(
-            "the model has sliding-window layers, but its configuration names no `sliding_window`",
-            where=name,
-            fix="Complete its config.json.",
-        )
-    return SoftmaxAttention(config, kinds)
 
 
 @contextmanager
@@ -140,19 +114,3 @@ def narrowed(config: Any, window: int) -> Iterator[None]:
         yield
     finally:
         config.sliding_window = true
-
-
-@torch.no_grad()
-def _window_acts(base: nn.Module, config: Any) -> bool:
-    """Whether the `sliding_window` of a model that names no kinds of layers is more than a word in its config."""
-    ids = torch.arange(7, device=next(base.parameters()).device).unsqueeze(0)
-
-    true, rows = config.sliding_window, []
-    try:
-        for config.sliding_window in (1, 1 << 20):
-            rows.append(base(input_ids=ids, use_cache=False).last_hidden_state)
-    except Exception:  # the model's own code; the probe will say what is wrong with it
-        return True
-    finally:
-        config.sliding_window = true
-    return not torch.equal(*rows)

@@ -21,19 +21,19 @@ class TrunkState:
     """What the target computed for one trunk of T tokens, enough to score branches without feeding it again.
 
     Attributes:
-        layers: keys and values of each decoder layer, [kv heads, T, head dim] each.
+        layers: of each decoder layer, keys and values [kv heads, T, head dim]; of a recurrent one, its `Log.parts`.
         hidden: [T, H] rows after the final norm (the law of each next token).
         version: the target's `version` at that time; a state of another version does not count.
     """
 
-    layers: tuple[tuple[Tensor, Tensor], ...]
+    layers: tuple[tuple[Tensor, ...], ...]
     hidden: Tensor
     version: int
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors held."""
-        return self.hidden.nbytes + sum(k.nbytes + v.nbytes for k, v in self.layers)
+        return self.hidden.nbytes + sum(part.nbytes for layer in self.layers for part in layer)
 
 
 class _RowLayer(CacheLayerMixin):
@@ -111,12 +111,17 @@ class RowCache(Cache):
 
     def bytes_a_token(self) -> int:
         """What the state of one more token of a row weighs, its hidden row left out."""
-        return sum((one.keys[0, :, 0].nbytes + one.values[0, :, 0].nbytes) for one in self.layers)
+        held = [one for one in self.layers if one.is_initialized]
+        return sum((one.keys[0, :, 0].nbytes + one.values[0, :, 0].nbytes) for one in held)
+
+    def held(self, layer: int, row: int, size: int) -> tuple[Tensor, ...]:
+        """A copy of what a layer holds of the first `size` tokens of a row."""
+        one = self.layers[layer]
+        return one.keys[row, :, :size].clone(), one.values[row, :, :size].clone()
 
     def state(self, row: int, hidden: Tensor, version: int) -> TrunkState:
         """A copy of what row `row` holds of its first [T] tokens, `hidden` [T, H] being theirs."""
-        size = hidden.shape[0]
-        layers = tuple((one.keys[row, :, :size].clone(), one.values[row, :, :size].clone()) for one in self.layers)
+        layers = tuple(self.held(layer, row, hidden.shape[0]) for layer in range(len(self.layers)))
         return TrunkState(layers, hidden, version)
 
 
@@ -166,6 +171,7 @@ class TrunkCache(Cache):
 
     def __init__(self, states: list[TrunkState], packed: Packed) -> None:
         self.span = packed.first
+        self.states, self.packed = states, packed
         places = zip(packed.row.tolist(), packed.start.tolist(), packed.size.tolist(), strict=True)
         self.pieces = [(state, *place) for state, place in zip(states, places, strict=True)]
         super().__init__(layers=[_TrunkLayer(self, i) for i in range(len(states[0].layers))])

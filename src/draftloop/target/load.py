@@ -17,8 +17,9 @@ from draftloop.core.errors import EnvironmentFault, InputError
 from draftloop.core.law import Readout
 from draftloop.core.tree import pack_branches
 from draftloop.core.weights import check_folder
-from draftloop.target.attention import family_of, narrowed
+from draftloop.target.attention import narrowed
 from draftloop.target.embedded import embedded_target
+from draftloop.target.family import family_of
 from draftloop.target.model import Target
 
 EMBEDDED = "smollm2"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -155,11 +155,11 @@ class Target:
         Args:
             cache: written at `positions`; a position fed before is overwritten.
             ids: int64 [b, t].
-            positions: int64 [b, t], ascending in each row; padding may stand behind a row's end.
+            positions: int64 [b, t], ascending by one in each row; padding may stand behind a row's end.
             taps: decoder layers whose outputs are wanted.
         """
         masks = self.family.text_masks(cache.aim(positions), positions)
-        return self._forward(ids, positions, masks, taps, cache)
+        return self._forward(ids, positions, masks, taps, self.family.mixing(cache), cache)
 
     @torch.no_grad()
     def score(self, tree: Tree, taps: Sequence[int] = (), read: Read | None = None) -> Rows:
@@ -174,7 +174,8 @@ class Target:
             InputError: a text is longer than `context_limit`.
         """
         self.check_length(int(tree.position.max()) + 1)
-        return self._forward(tree.tokens, tree.position, self.family.tree_masks(tree), taps, read=read)
+        masks = self.family.tree_masks(tree)
+        return self._forward(tree.tokens, tree.position, masks, taps, self.family.mixing(tree), read=read)
 
     @torch.no_grad()
     def resume(self, packed: Packed, states: list[TrunkState], read: Read) -> Tensor:
@@ -196,7 +197,8 @@ class Target:
         self.check_length(int(tree.position.max()) + 1)
         cache, masks = self.family.resume(states, packed), self.family.tree_masks(tree, first)
         read = (read[0], read[1] - first)
-        return self._forward(tree.tokens[:, first:], tree.position[:, first:], masks, (), cache, read).hidden
+        mixing = self.family.mixing(cache)
+        return self._forward(tree.tokens[:, first:], tree.position[:, first:], masks, (), mixing, cache, read).hidden
 
     def _forward(
         self,
@@ -204,6 +206,7 @@ class Target:
         positions: Tensor,
         masks: Masks,
         taps: Sequence[int],
+        mixing: AbstractContextManager[None],
         cache: Any = None,
         read: Read | None = None,
     ) -> Rows:
@@ -211,7 +214,7 @@ class Target:
         # a last block may reach beyond the context, where learned positions end; nothing of that is kept
         places = positions.clamp(max=self.context_limit - 1)
         early = read if self._reads_early else None
-        with self._tapped(taps) as tapped, self._cut_down(early):
+        with self._tapped(taps) as tapped, self._cut_down(early), mixing:
             out = self._base(
                 input_ids=ids, position_ids=places, attention_mask=masks, use_cache=cache is not None, **kwargs
             )
