@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftloop.core.tree import Lines, Packed, Tree
+from draftloop.core.tree import Lines, Tree
 from draftloop.target.attention import FULL, Masks, SoftmaxAttention
 from draftloop.target.cache import RowCache, TrunkCache, TrunkState
 from draftloop.target.gated_deltanet import GatedDeltaNet, Log, Projected
@@ -195,6 +195,3 @@ def mixers_of(base: nn.Module, layers: list[int]) -> tuple[GatedDeltaNet, ...] |
     """The Gated DeltaNet modules of these decoder layers, ascending; None if they are of another make."""
     found = sorted((GatedDeltaNet(one) for one in base.modules() if GatedDeltaNet.fits(one)), key=lambda m: m.index)
     return tuple(found) if [mixer.index for mixer in found] == layers else None
-
-
-__all__ = ["LINEAR", "SPACING", "HybridAttention", "HybridCache", "Packed", "mixers_of"]
