@@ -367,7 +367,8 @@ def spoilt(way: str, right, tree, first: int):
         elif way == "window by slot" and name != "full_attention":
             mask = tree.dense_mask() & (slots[:, None] - slots < WINDOW)
         elif way == "window one wider" and name != "full_attention":
-            mask = tree.dense_mask() & tree.near(WINDOW + 1)
+            apart = tree.position.unsqueeze(-1) - tree.position.unsqueeze(-2)
+            mask = tree.dense_mask() & (apart <= WINDOW).unsqueeze(1)
         elif way == "no window" and name != "full_attention":
             mask = tree.dense_mask()
         out[name] = mask[:, :, first:]

@@ -42,10 +42,6 @@ class Tree:
         seen = see(rows[:, None, None], rows.new_zeros(()), slots[None, first:, None], slots[None, None, :])
         return seen.unsqueeze(1)
 
-    def near(self, window: int, first: int = 0) -> Tensor:
-        """Bool [b, 1, N - first, N]: the key stands fewer than `window` logical positions before the query."""
-        return ((self.position[:, first:, None] - self.position[:, None, :]) < window).unsqueeze(1)
-
     def ancestors(self, depth: int) -> Tensor:
         """The chain above each slot, for mixers that reach a fixed number of tokens back (convolutions, n-grams).
 

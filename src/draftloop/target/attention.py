@@ -7,7 +7,7 @@ it with the model's own plain forward. Knows no drafter and no loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from draftloop.target.cache import RowCache, TrunkCache, TrunkState
 # bool [b, 1, queries, keys], or one such mask for each kind of layer (None where a kind takes none)
 Masks = Tensor | dict[str, Tensor | None]
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
 class AttentionFamily(Protocol):
@@ -59,11 +59,11 @@ class AttentionFamily(Protocol):
 
 @dataclass(frozen=True)
 class SoftmaxAttention:
-    """Softmax over all earlier tokens, or over the last `sliding_window` of them, or some layers so and some so.
+    """Softmax over all earlier tokens, over the last `sliding_window`, or over those of the same chunk; layer by layer.
 
     Attributes:
-        config: the Hugging Face configuration; its `sliding_window` is read at each call.
-        kinds: what layers there are, `full_attention` and `sliding_attention`.
+        config: the Hugging Face configuration; `sliding_window` and `attention_chunk_size` are read at each call.
+        kinds: what layers there are: `full_attention`, `sliding_attention`, `chunked_attention`.
     """
 
     config: Any
@@ -79,38 +79,39 @@ class SoftmaxAttention:
 
     def text_masks(self, seen: Tensor, positions: Tensor) -> Masks:
         """See `AttentionFamily.text_masks`."""
-
-        def near(window: int) -> Tensor:
-            slots = torch.arange(seen.shape[-1], device=seen.device)
-            return (positions.unsqueeze(-1) - slots < window).unsqueeze(1)
-
-        return self._by_kind(seen, near)
+        return self._by_kind(seen, positions, torch.arange(seen.shape[-1], device=seen.device))
 
     def tree_masks(self, tree: Tree, first: int = 0) -> Masks:
-        """Windows are counted in logical positions, for slots of a tree do not stand in the order of the text."""
-        return self._by_kind(tree.dense_mask(first), lambda window: tree.near(window, first))
+        """Counted in logical positions, for slots of a tree do not stand in the order of the text."""
+        return self._by_kind(tree.dense_mask(first), tree.position[:, first:], tree.position.unsqueeze(1))
 
     def mixing(self, over: RowCache | TrunkCache | Tree) -> AbstractContextManager[None]:
         """Masks say it all."""
         return nullcontext()
 
-    def _by_kind(self, seen: Tensor, near: Callable[[int], Tensor]) -> Masks:
-        if not self.kinds & {SLIDING}:
-            return seen
-        windowed = seen & near(self.config.sliding_window)
-        # models with layers of one kind take a mask, not a dictionary
-        return windowed if self.kinds == {SLIDING} else {FULL: seen, SLIDING: windowed}
+    def _by_kind(self, seen: Tensor, query: Tensor, key: Tensor) -> Masks:
+        """Masks from what is at or before each query, and the logical positions of queries [b, t] and of keys."""
+        query = query.unsqueeze(-1)
+        masks: dict[str, Tensor | None] = {FULL: seen}
+        if SLIDING in self.kinds:
+            masks[SLIDING] = seen & (query - key < self.config.sliding_window).unsqueeze(1)
+        if CHUNKED in self.kinds:
+            size = self.config.attention_chunk_size
+            masks[CHUNKED] = seen & (query // size == key // size).unsqueeze(1)
+        if len(self.kinds) > 1:
+            return masks
+        return masks[next(iter(self.kinds))]  # type: ignore[return-value]  # of one kind: a mask, no dictionary
 
 
 @contextmanager
 def narrowed(config: Any, window: int) -> Iterator[None]:
-    """Let the model slide over `window` tokens for a while, so that a short text tells what its windows do."""
-    true = getattr(config, "sliding_window", None)
-    if not isinstance(true, int):
-        yield
-        return
-    config.sliding_window = min(window, true)
+    """Let the model's windows and chunks hold `window` tokens for a while, so that a short text tells what they do."""
+    told = {name: getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")}
+    true = {name: size for name, size in told.items() if isinstance(size, int)}
+    for name, size in true.items():
+        setattr(config, name, min(window, size))
     try:
         yield
     finally:
-        config.sliding_window = true
+        for name, size in true.items():
+            setattr(config, name, size)

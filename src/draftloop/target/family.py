@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from draftloop.core.errors import InputError
-from draftloop.target.attention import FULL, SLIDING, AttentionFamily, SoftmaxAttention
+from draftloop.target.attention import CHUNKED, FULL, SLIDING, AttentionFamily, SoftmaxAttention
 from draftloop.target.hybrid import LINEAR, HybridAttention, mixers_of
 
 _MISSING = {
     LINEAR: "a recurrent state for every branch of layers that are not Gated DeltaNet",
-    "chunked_attention": "masks that end at chunk borders",
     "indexed_attention": "key groups that do not mix branches",
     "mamba": "a recurrent state for every branch",
 }
@@ -35,23 +34,34 @@ def family_of(base: nn.Module, config: Any, name: str) -> AttentionFamily:
         kinds = frozenset([SLIDING])
     linear = [i for i, kind in enumerate(told or []) if kind == LINEAR]
     mixers = mixers_of(base, linear) if linear else ()
-    unknown = sorted(kinds - {FULL, SLIDING} - ({LINEAR} if mixers else set()))
+    unknown = sorted(kinds - {FULL, SLIDING, CHUNKED} - ({LINEAR} if mixers else set()))
     if unknown:
         lacking = [_MISSING[kind] for kind in unknown if kind in _MISSING]
         raise InputError(
             f"the model has layers of kind {unknown}, which we cannot score yet"
             + (f": we lack {' and '.join(dict.fromkeys(lacking))}" if lacking else ""),
             where=name,
-            fix="Use a target with full, sliding-window or Gated DeltaNet layers.",
+            fix="Use a target with full, sliding-window, chunked or Gated DeltaNet layers.",
         )
-    if SLIDING in kinds and not (isinstance(window, int) and window > 0):
+    for kind, size, layers in (
+        (SLIDING, "sliding_window", "sliding-window"),
+        (CHUNKED, "attention_chunk_size", "chunked"),
+    ):
+        given = getattr(config, size, None)
+        if kind in kinds and not (isinstance(given, int) and given > 0):
+            raise InputError(
+                f"the model has {layers} layers, but its configuration names no `{size}`",
+                where=name,
+                fix="Complete its config.json.",
+            )
+    if getattr(config, "attn_temperature_tuning", False) and not all(getattr(config, "no_rope_layers", None) or [1]):
         raise InputError(
-            "the model has sliding-window layers, but its configuration names no `sliding_window`",
+            "some layers scale queries by their slot (`attn_temperature_tuning`), and slots of a tree are no positions",
             where=name,
-            fix="Complete its config.json.",
+            fix="Use a target whose layers know positions by their position ids.",
         )
     if mixers:
-        return HybridAttention(config, kinds - {LINEAR}, mixers)
+        return HybridAttention(config, kinds - {LINEAR} or frozenset([FULL]), mixers)
     return SoftmaxAttention(config, kinds)
 
 

@@ -161,8 +161,8 @@ class HybridAttention(SoftmaxAttention):
             got, _ = mixer.go_on(given.at(row, slot), state, tail, self.spacing)
             _lay(out, got, row, slot)
 
-    def _by_kind(self, seen: Tensor, near: Callable[[int], Tensor]) -> Masks:
-        softmax = super()._by_kind(seen, near)
+    def _by_kind(self, seen: Tensor, query: Tensor, key: Tensor) -> Masks:
+        softmax = super()._by_kind(seen, query, key)
         return {**(softmax if isinstance(softmax, dict) else {FULL: softmax}), LINEAR: None}
 
 

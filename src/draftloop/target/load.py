@@ -115,7 +115,7 @@ def _read_model(
             dtype=dtype,
             revision=revision,
             trust_remote_code=trust,
-            attn_implementation="sdpa",
+            attn_implementation=_attention(path, revision, trust),
             use_safetensors=True,
             output_loading_info=True,
         )
@@ -142,6 +142,20 @@ def _read_model(
             fix="Use a complete causal LM checkpoint.",
         )
     return model
+
+
+def _lacks_sdpa(model: Any) -> bool:
+    """Whether a model (or its class) attends eagerly because it has no other way (attention sinks, ...)."""
+    return not getattr(model, "_supports_sdpa", True)
+
+
+def _attention(path: str, revision: str | None, trust: bool) -> str:
+    """How to load a checkpoint: by sdpa, where its class has that."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust)
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    return "eager" if known and _lacks_sdpa(AutoModelForCausalLM._model_mapping[type(config)]) else "sdpa"
 
 
 def _hint(error: Exception, trust: bool) -> str:
@@ -175,13 +189,15 @@ def _wrap(model: Any, tokenizer: Any, name: str) -> Target:
     config: Any = model.config
     model.eval().requires_grad_(False)
     implementation = getattr(config, "_attn_implementation", "sdpa")
-    if implementation != "sdpa":
+    if implementation != "sdpa" and not (implementation == "eager" and _lacks_sdpa(model)):
         raise InputError(
             f"the model attends by `{implementation}`, which reads our masks wrongly",
             where=name,
             fix="Load it with attn_implementation='sdpa'.",
         )
     base = model.get_decoder() if hasattr(model, "get_decoder") else getattr(model, "base_model", None)
+    if base is model:  # a class whose decoder goes by another name than its own prefix
+        base = getattr(model, "model", base)
     depth = getattr(config, "num_hidden_layers", 0)
     lists = [m for m in base.children() if isinstance(m, nn.ModuleList) and len(m) == depth] if base is not None else []
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None

@@ -214,6 +214,8 @@ class Target:
         # a last block may reach beyond the context, where learned positions end; nothing of that is kept
         places = positions.clamp(max=self.context_limit - 1)
         early = read if self._reads_early else None
+        if getattr(self.config, "_attn_implementation", "") == "eager":  # it adds masks to the scores
+            masks = _added(masks, self.dtype)
         with self._tapped(taps) as tapped, self._cut_down(early), mixing:
             out = self._base(
                 input_ids=ids, position_ids=places, attention_mask=masks, use_cache=cache is not None, **kwargs
@@ -258,6 +260,13 @@ class Target:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _added(masks: Masks, dtype: torch.dtype) -> Masks:
+    """Boolean masks as numbers to add to scores."""
+    if isinstance(masks, dict):
+        return {kind: None if mask is None else _added(mask, dtype) for kind, mask in masks.items()}  # type: ignore[misc]
+    return torch.zeros(masks.shape, dtype=dtype, device=masks.device).masked_fill(~masks, torch.finfo(dtype).min)
 
 
 _NOT_IDENTITY = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache"}
