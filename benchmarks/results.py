@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_results
+import hybrid_results
 import parity_results
 
 from draftloop.evaluate.tau import Response, acceptance, paired
@@ -63,9 +64,9 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, li
 
 def derive() -> dict[Path, str]:
     """Every derived file's text."""
-    others = ("parity-", "bench-")
+    others = ("parity-", "bench-", "hybrid-")
     runs = {path.stem: read(path) for path in sorted(RAW.glob("*.jsonl")) if not path.name.startswith(others)}
-    out = parity_results.derived() | bench_results.derive()
+    out = parity_results.derived() | bench_results.derive() | hybrid_results.derive()
     tables = []
     found: dict[str, dict[str, Any]] = {study: {} for study in STUDIES}
     for name, (head, stages, arms) in runs.items():
@@ -92,6 +93,8 @@ def derive() -> dict[Path, str]:
         tables.append("## A running server under load\n\n" + served)
     if agreed := parity_results.table():
         tables.append("## Parity with vLLM\n\n" + agreed)
+    if scored := hybrid_results.table():
+        tables.append("## Scoring branches through Gated DeltaNet\n\n" + scored)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     before, rest = readme.split(OPEN)
     out[ROOT / "README.md"] = before + OPEN + _readme(found["quickstart"]) + SHUT + rest.split(SHUT)[1]
