@@ -20,7 +20,7 @@ from draftloop.core.weights import check_folder
 from draftloop.target.attention import narrowed
 from draftloop.target.embedded import embedded_target
 from draftloop.target.family import family_of
-from draftloop.target.model import Target
+from draftloop.target.model import Target, text_config
 
 EMBEDDED = "smollm2"
 
@@ -186,7 +186,7 @@ def _read_tokenizer(path: str, name: str, revision: str | None, trust: bool) -> 
 
 def _wrap(model: Any, tokenizer: Any, name: str) -> Target:
     """Find the parts, check that they belong together, probe."""
-    config: Any = model.config
+    config: Any = text_config(model)
     model.eval().requires_grad_(False)
     implementation = getattr(config, "_attn_implementation", "sdpa")
     if implementation != "sdpa" and not (implementation == "eager" and _lacks_sdpa(model)):

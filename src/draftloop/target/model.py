@@ -78,8 +78,8 @@ class Target:
 
     @property
     def config(self) -> Any:
-        """The model's Hugging Face configuration."""
-        return self.model.config
+        """The Hugging Face configuration of the model's decoder."""
+        return text_config(self.model)
 
     @property
     def num_layers(self) -> int:
@@ -260,6 +260,12 @@ class Target:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def text_config(model: Any) -> Any:
+    """The configuration of a model's decoder: its own, or the part for text of a model that also sees or hears."""
+    config = model.config
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
 def _added(masks: Masks, dtype: torch.dtype) -> Masks:
