@@ -34,7 +34,7 @@ def load_target(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Target:
-    """Load a Hugging Face causal LM with full or sliding-window attention as a target.
+    """Load a Hugging Face causal LM as a target (kinds of attention: docs/attention.md).
 
     Args:
         source: a checkpoint folder, a hub id, `smollm2` (the embedded default), or a live causal LM.
@@ -105,20 +105,16 @@ def pick_dtype(dtype: str | torch.dtype) -> torch.dtype:
 def _read_model(
     path: str, name: str, dtype: torch.dtype, device: torch.device, revision: str | None, trust: bool
 ) -> nn.Module:
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # standard error is for sentences and our own progress
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype,
-            revision=revision,
-            trust_remote_code=trust,
-            attn_implementation=_attention(path, revision, trust),
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        try:
+            model, info = _from_pretrained(path, dtype, revision, trust, "sdpa")
+        except ValueError as error:
+            if "scaled_dot_product_attention" not in str(error):
+                raise
+            model, info = _from_pretrained(path, dtype, revision, trust, "eager")  # its class has no other way
         model = model.to(device)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise EnvironmentFault(
@@ -149,13 +145,18 @@ def _lacks_sdpa(model: Any) -> bool:
     return not getattr(model, "_supports_sdpa", True)
 
 
-def _attention(path: str, revision: str | None, trust: bool) -> str:
-    """How to load a checkpoint: by sdpa, where its class has that."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _from_pretrained(path: str, dtype: torch.dtype, revision: str | None, trust: bool, attention: str) -> Any:
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust)
-    known = type(config) in AutoModelForCausalLM._model_mapping
-    return "eager" if known and _lacks_sdpa(AutoModelForCausalLM._model_mapping[type(config)]) else "sdpa"
+    return AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=dtype,
+        revision=revision,
+        trust_remote_code=trust,
+        attn_implementation=attention,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
 
 
 def _hint(error: Exception, trust: bool) -> str:
@@ -246,7 +247,7 @@ def _wrap(model: Any, tokenizer: Any, name: str) -> Target:
     return target
 
 
-_PLAIN = "This kind of attention cannot be scored exactly yet; use a target with full or sliding-window attention."
+_PLAIN = "This kind of attention cannot be scored exactly yet; docs/attention.md names those that can."
 
 
 def _context_limit(config: Any) -> int:
