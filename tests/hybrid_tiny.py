@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import inspect
 import sys
 
 import torch
+from transformers.models.qwen4_exp import configuration_qwen4_exp
 
 from draftloop.target.load import load_target
 from tests.tiny import EOS, VOCAB
 
+# the name of indexed layers in the transformers at hand
+OLDER, NEWER = "qwen_sparse_attention", "indexed_attention"
+INDEXED = OLDER if OLDER in inspect.getsource(configuration_qwen4_exp) else NEWER
 LINEAR3 = ["linear_attention"] * 3 + ["full_attention"]
 
 
@@ -39,6 +43,16 @@ def hybrid_model(kind: str = "qwen3_next", *, seed: int = 0, **changes):
         from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 
         model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**{**common, **experts, **changes}))
+    elif kind in ("qwen4_exp", "qwen4_exp without n-grams"):
+        from transformers import Qwen4ExpForCausalLM, Qwen4ExpTextConfig
+
+        indexer = dict(
+            indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4,
+            hc_count=2, hc_lowrank=16, layer_types=["linear_attention"] * 2 + [INDEXED, "linear_attention"],
+        )  # fmt: skip
+        grams = dict(ple_layer_ids=[1, 4], ple_embed_dim=16, heads_per_ngram=2, ngram_vocab_size_base=101)
+        grams = {} if "without" in kind else grams
+        model = Qwen4ExpForCausalLM(Qwen4ExpTextConfig(**{**common, **experts, **indexer, **grams, **changes}))
     else:
         raise ValueError(kind)
     model.config._experts_implementation = "eager"  # the grouped kernel has no float64
@@ -71,22 +85,27 @@ def slow_rule(query, key, value, g, beta, initial_state=None, output_final_state
     return torch.stack(out, 1), state if output_final_state else None
 
 
+def steady_topk(scores, k, dim=-1, **kwargs):
+    """`topk` whose ties go to the earlier: torch leaves them open."""
+    order = torch.argsort(scores, dim=dim, descending=True, stable=True).narrow(dim, 0, k)
+    return torch.return_types.topk((scores.gather(dim, order), order))
+
+
 @contextlib.contextmanager
 def exact_reference(model):
-    """Let the model's own forward run its delta rule in float64."""
+    """Let the model's own forward run its delta rule in float64, and break ties of indexers as we do."""
     rooms = {sys.modules[type(one).__module__] for one in model.modules() if hasattr(one, "A_log")}
     names = [
         (room, name) for room in rooms for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
     ]
     true = [getattr(room, name) for room, name in names]
+    topk = torch.Tensor.topk
     for room, name in names:
         setattr(room, name, slow_rule)
+    torch.Tensor.topk = steady_topk
     try:
         yield
     finally:
+        torch.Tensor.topk = topk
         for (room, name), rule in zip(names, true, strict=True):
             setattr(room, name, rule)
-
-
-def has_class(name: str) -> bool:
-    return hasattr(importlib.import_module("transformers"), name)

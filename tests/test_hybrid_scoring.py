@@ -219,7 +219,7 @@ def leaks(monkeypatch, how: str) -> None:
             slots = slots[slots >= 0].unsqueeze(0)
             state, tail = mixer.state_at(log, lines.trunk[of[:1]], lines.fork[of[:1]] + 1)
             got, _ = mixer.go_on(given.at(lines.row[of[:1]], slots), state, tail, self.spacing)
-            hybrid._lay(out, got, lines.row[of[:1]], slots)
+            hybrid.lay(out, got, lines.row[of[:1]], slots)
 
     monkeypatch.setattr(gated_deltanet.GatedDeltaNet, "state_at", state_at)
     if how == "one state for all branches":
@@ -262,7 +262,7 @@ def test_a_leaking_state_is_refused_by_the_probe(monkeypatch, how):
 
 
 def test_a_mask_alone_does_not_score_a_recurrence(monkeypatch):
-    monkeypatch.setattr(hybrid, "_replaced", lambda mixer, mix: contextlib.nullcontext())
+    monkeypatch.setattr(hybrid, "replaced", lambda *args: contextlib.nullcontext())
     with pytest.raises(InputError, match="does not agree"):
         hybrid_target("qwen3_5")
 

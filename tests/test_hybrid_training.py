@@ -42,7 +42,7 @@ STAGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "state"), [("qwen3_next", "recompute"), ("qwen3_5", "keep")])
+@pytest.mark.parametrize(("kind", "state"), [("qwen3_next", "recompute"), ("qwen3_5", "keep"), ("qwen4_exp", "keep")])
 def test_a_run_from_a_folder_ends_lossless(tmp_path, monkeypatch, kind, state):
     monkeypatch.setattr(job, "write_report", lambda folder: write_text(folder / "report.html", "not drawn"))
     stages = [{**one, **({"branch": {"state": state}} if one["method"] == "specopd" else {})} for one in STAGES]

@@ -36,10 +36,30 @@ class TrunkState:
         return self.hidden.nbytes + sum(part.nbytes for layer in self.layers for part in layer)
 
 
+class Forgotten:
+    """An attribute in which a model would collect the positions fed: ours are told with every forward, whole.
+
+    Args:
+        absent: whether the model looks if there is such an attribute; else it is None.
+    """
+
+    def __init__(self, absent: bool = False) -> None:
+        self.absent = absent
+
+    def __get__(self, owner: Any, kind: Any = None) -> None:
+        if self.absent:
+            raise AttributeError
+        return None
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        pass
+
+
 class _RowLayer(CacheLayerMixin):
     """Keys and values of one decoder layer, [rows, kv heads, capacity, head dim], written at `owner.slots`."""
 
     is_sliding = False
+    indexer_position_ids = Forgotten()
 
     def __init__(self, owner: RowCache) -> None:
         super().__init__()
@@ -129,6 +149,7 @@ class _TrunkLayer(CacheLayerMixin):
     """One decoder layer of finished trunks; laid into rows only while that layer runs."""
 
     is_sliding = False
+    indexer_position_ids = Forgotten()
 
     def __init__(self, owner: TrunkCache, index: int) -> None:
         super().__init__()

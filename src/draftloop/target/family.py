@@ -13,10 +13,11 @@ from torch import nn
 from draftloop.core.errors import InputError
 from draftloop.target.attention import CHUNKED, FULL, SLIDING, AttentionFamily, SoftmaxAttention
 from draftloop.target.hybrid import LINEAR, HybridAttention, mixers_of
+from draftloop.target.indexed import INDEXED, IndexedAttention, indexers_of, ngrams_of
 
 _MISSING = {
     LINEAR: "a recurrent state for every branch of layers that are not Gated DeltaNet",
-    "indexed_attention": "key groups that do not mix branches",
+    **dict.fromkeys(INDEXED, "key groups that do not mix branches, for indexers that are not QSA"),
     "mamba": "a recurrent state for every branch",
 }
 
@@ -32,16 +33,17 @@ def family_of(base: nn.Module, config: Any, name: str) -> AttentionFamily:
     kinds = frozenset(told or [FULL])
     if not told and isinstance(window, int) and _window_acts(base, config):
         kinds = frozenset([SLIDING])
-    linear = [i for i, kind in enumerate(told or []) if kind == LINEAR]
-    mixers = mixers_of(base, linear) if linear else ()
-    unknown = sorted(kinds - {FULL, SLIDING, CHUNKED} - ({LINEAR} if mixers else set()))
+    linear, indexed = ([i for i, one in enumerate(told or []) if one in kind] for kind in ({LINEAR}, INDEXED))
+    mixers, indexers = mixers_of(base, linear) or (), indexers_of(base, indexed) or ()
+    ours = ({LINEAR} if mixers else set()) | (INDEXED if indexers else set())
+    unknown = sorted(kinds - {FULL, SLIDING, CHUNKED} - ours)
     if unknown:
         lacking = [_MISSING[kind] for kind in unknown if kind in _MISSING]
         raise InputError(
             f"the model has layers of kind {unknown}, which we cannot score yet"
             + (f": we lack {' and '.join(dict.fromkeys(lacking))}" if lacking else ""),
             where=name,
-            fix="Use a target with full, sliding-window, chunked or Gated DeltaNet layers.",
+            fix="Use a target with full, sliding-window, chunked, Gated DeltaNet or QSA layers.",
         )
     for kind, size, layers in (
         (SLIDING, "sliding_window", "sliding-window"),
@@ -60,6 +62,10 @@ def family_of(base: nn.Module, config: Any, name: str) -> AttentionFamily:
             where=name,
             fix="Use a target whose layers know positions by their position ids.",
         )
+    ngrams = ngrams_of(base)
+    if indexers or ngrams:
+        plain = kinds - {LINEAR} - INDEXED or frozenset([FULL])
+        return IndexedAttention(config, plain, mixers, indexers=indexers, ngrams=ngrams)
     if mixers:
         return HybridAttention(config, kinds - {LINEAR} or frozenset([FULL]), mixers)
     return SoftmaxAttention(config, kinds)

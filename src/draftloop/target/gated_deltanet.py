@@ -8,7 +8,7 @@ by its structure and says the same as its forward; `Log` is what it remembers of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ class Log:
     u: Tensor
     snapshots: Tensor
     spacing: int
+    PARTS: ClassVar[int] = 4
 
     @property
     def parts(self) -> tuple[Tensor, ...]:

@@ -111,7 +111,7 @@ class HybridAttention(SoftmaxAttention):
             plan = [self._through_tree(mixer, lines) for mixer in self.mixers]
         with ExitStack() as stack:
             for mixer, mix in zip(self.mixers, plan, strict=True):
-                stack.enter_context(_replaced(mixer, mix))
+                stack.enter_context(replaced(mixer.module, "forward", _forward(mixer, mix)))
             yield
 
     def _through_cache(self, mixer: GatedDeltaNet, cache: HybridCache) -> Mix:
@@ -133,7 +133,7 @@ class HybridAttention(SoftmaxAttention):
             out = given.z.new_zeros(given.z.shape, dtype=mixer.dtype)
             trunks = given.at(lines.trunk_row, lines.trunk_slot)
             got, log = mixer.go_on(trunks, *mixer.start(len(trunks.g), given.raw), self.spacing)
-            _lay(out, got, lines.trunk_row, lines.trunk_slot)
+            lay(out, got, lines.trunk_row, lines.trunk_slot)
             self._branches(mixer, lines, log, given, out)
             return out
 
@@ -144,7 +144,7 @@ class HybridAttention(SoftmaxAttention):
 
         def mix(given: Projected) -> Tensor:
             out = given.z.new_zeros(given.z.shape, dtype=mixer.dtype)
-            log = Log.stack([state.layers[mixer.index] for state in states], self.spacing)
+            log = Log.stack([state.layers[mixer.index][: Log.PARTS] for state in states], self.spacing)
             self._branches(mixer, replace(lines, slot=slots), log, given, out)
             return out
 
@@ -159,36 +159,41 @@ class HybridAttention(SoftmaxAttention):
             row, slot = lines.row[part], lines.slot[part]
             state, tail = mixer.state_at(log, lines.trunk[part], lines.fork[part] + 1)
             got, _ = mixer.go_on(given.at(row, slot), state, tail, self.spacing)
-            _lay(out, got, row, slot)
+            lay(out, got, row, slot)
 
     def _by_kind(self, seen: Tensor, query: Tensor, key: Tensor) -> Masks:
         softmax = super()._by_kind(seen, query, key)
         return {**(softmax if isinstance(softmax, dict) else {FULL: softmax}), LINEAR: None}
 
 
-def _lay(out: Tensor, got: Tensor, row: Tensor, slot: Tensor) -> None:
-    """Write [m, t, H, Dv] to slots int64 [m, t] of rows int64 [m]."""
+def lay(out: Tensor, got: Tensor, row: Tensor, slot: Tensor) -> None:
+    """Write [m, t, ...] to slots int64 [m, t] of rows int64 [m]."""
     real = slot >= 0
     out[row.unsqueeze(1).expand_as(slot)[real], slot[real]] = got[real]
 
 
-@contextmanager
-def _replaced(mixer: GatedDeltaNet, mix: Mix) -> Iterator[None]:
-    """Let the module of a mixer run ours for a while."""
+def _forward(mixer: GatedDeltaNet, mix: Mix) -> Callable[..., Tensor]:
+    """The forward of a mixer's module, with a recurrence of ours."""
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         given = mixer.project(hidden_states)
         return mixer.finish(mix(given), given.z)
 
-    own = mixer.module.__dict__.get("forward")
-    mixer.module.forward = forward
+    return forward
+
+
+@contextmanager
+def replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
+    """Let a method of one object be another for a while."""
+    own = owner.__dict__.get(name)
+    setattr(owner, name, by)
     try:
         yield
     finally:
         if own is None:
-            del mixer.module.forward
+            delattr(owner, name)
         else:
-            mixer.module.forward = own
+            setattr(owner, name, own)
 
 
 def mixers_of(base: nn.Module, layers: list[int]) -> tuple[GatedDeltaNet, ...] | None:

@@ -326,7 +326,7 @@ def _probe(target: Target) -> None:
             fix="Its weights are damaged; use another checkpoint.",
         )
     for layer, following in enumerate(fed[1:]):
-        if not torch.equal(tapped[layer], following):
+        if not torch.equal(tapped[layer], target.one_stream(following)):
             raise InputError(
                 f"the output of its layer {layer} cannot be tapped", where=target.name, fix="Use another target."
             )

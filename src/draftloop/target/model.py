@@ -242,6 +242,10 @@ class Target:
             for handle in handles:
                 handle.remove()
 
+    def one_stream(self, rows: Tensor) -> Tensor:
+        """[..., H] of what a layer hands on: the mean of its residual streams where it has several, [..., n * H]."""
+        return rows if rows.shape[-1] == self.hidden_size else rows.unflatten(-1, (-1, self.hidden_size)).mean(-2)
+
     @contextmanager
     def _tapped(self, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
         """Hook the outputs of decoder layers while a forward runs."""
@@ -250,7 +254,7 @@ class Target:
 
         def catcher(layer: int) -> Any:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
-                caught[layer] = output[0] if isinstance(output, tuple) else output
+                caught[layer] = self.one_stream(output[0] if isinstance(output, tuple) else output)
 
             return hook
 
