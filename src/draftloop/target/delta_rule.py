@@ -77,56 +77,57 @@ def pass_over(tokens: Tokens, state: Tensor, spacing: int) -> Passed:
         spacing: C, tokens between two snapshots.
     """
     rows, length = tokens.g.shape[:2]
-    chunk = min(check_spacing(spacing), max(1, length))
-    outs, us, snapshots = [], [], []
-    size = max(spacing, _AT_ONCE // max(1, rows) // spacing * spacing)  # whole spacings
-    for start in range(0, length, size):
-        part = _Chunks(tokens.span(start, min(length, start + size)), chunk)
-        for number in range(part.count):
-            if number * chunk % spacing == 0:
-                snapshots.append(state)
-            out, u, state = part.step(number, state)
-            outs.append(out)
-            us.append(u)
-    if not outs:
+    if not length:
         return Passed(tokens.v, tokens.v, state.unsqueeze(1))
-    out, u = (torch.cat(parts, 2)[:, :, :length].transpose(1, 2) for parts in (outs, us))
-    return Passed(out, u, torch.stack(snapshots, 1))
+    chunk = min(check_spacing(spacing), length)
+    outs, us, snapshots = [], [], []
+    size = max(spacing, _AT_ONCE // rows // spacing * spacing)  # whole spacings
+    for start in range(0, length, size):
+        out, u, states = _stretch(tokens.span(start, min(length, start + size)), state, chunk)
+        outs.append(out)
+        us.append(u)
+        snapshots.append(states[:, : -1 : max(1, spacing // chunk)])
+        state = states[:, -1]
+    return Passed(torch.cat(outs, 1), torch.cat(us, 1), torch.cat(snapshots, 1))
 
 
-class _Chunks:
-    """A stretch of texts cut into chunks; all that does not depend on the running state is computed at once."""
+def _stretch(tokens: Tokens, state: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs and writings [n, t, H, Dv], and the states [n, count + 1, H, Dk, Dv] in front of and behind all chunks.
 
-    def __init__(self, tokens: Tokens, chunk: int) -> None:
-        length = tokens.g.shape[1]
-        self.count = -(-length // chunk)
-        missing = self.count * chunk - length
+    All but the running state is computed for all chunks at once; what runs are three small kernels a chunk.
+    """
+    rows, length, heads = tokens.g.shape
+    count = -(-length // chunk)
 
-        def cut(part: Tensor) -> Tensor:  # [n, t, H, ...] -> [n, H, count, chunk, ...]
-            part = pad(part, (0, 0) * (part.dim() - 2) + (0, missing)).unflatten(1, (self.count, chunk))
-            return part.movedim(3, 1)
+    def cut(part: Tensor) -> Tensor:  # [n, t, H, ...] -> [count, n * H, chunk, ...]
+        part = pad(part, (0, 0) * (part.dim() - 2) + (0, count * chunk - length)).unflatten(1, (count, chunk))
+        return part.movedim(3, 1).movedim(2, 0).flatten(1, 2).contiguous()
 
-        self.k, q, v, g, beta = (cut(part) for part in (tokens.k, tokens.q, tokens.v, tokens.g, tokens.beta))
-        run = g.cumsum(-1)
-        apart = run.unsqueeze(-1) - run.unsqueeze(-2)
-        ahead = torch.ones(chunk, chunk, dtype=torch.bool, device=g.device).triu(1)
-        decay = apart.masked_fill(ahead, float("-inf")).exp()
-        keys = self.k.transpose(-1, -2)
-        weighted = self.k * beta.unsqueeze(-1)
-        system = (weighted @ keys) * decay  # unit lower triangular; its diagonal is not read
-        right = torch.cat([v * beta.unsqueeze(-1), weighted * run.exp().unsqueeze(-1)], -1)
-        solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-        self.own, self.carried = solved.split([v.shape[-1], q.shape[-1]], -1)
-        self.within = (q @ keys) * decay
-        self.reading = q * run.exp().unsqueeze(-1)
-        self.leaving = (self.k * (run[..., -1:] - run).exp().unsqueeze(-1)).transpose(-1, -2)
-        self.last = run[..., -1].exp()[..., None, None]
+    def back(part: Tensor) -> Tensor:
+        part = part.unflatten(1, (rows, heads)).permute(1, 0, 3, 2, 4).flatten(1, 2)
+        return part[:, :length]
 
-    def step(self, number: int, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Outputs and writings of one chunk, [n, H, chunk, Dv], and the state behind it."""
-        u = self.own[:, :, number] - self.carried[:, :, number] @ state
-        out = self.reading[:, :, number] @ state + self.within[:, :, number] @ u
-        return out, u, state * self.last[:, :, number] + self.leaving[:, :, number] @ u
+    q, k, v, g, beta = (cut(part) for part in (tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta))
+    run = g.cumsum(-1)
+    ahead = torch.ones(chunk, chunk, dtype=torch.bool, device=g.device).triu(1)
+    decay = (run.unsqueeze(-1) - run.unsqueeze(-2)).masked_fill(ahead, float("-inf")).exp()
+    keys, faded = k.transpose(-1, -2), run.exp().unsqueeze(-1)
+    weighted = k * beta.unsqueeze(-1)
+    system = (weighted @ keys) * decay  # unit lower triangular; its diagonal is not read
+    right = torch.cat([v * beta.unsqueeze(-1), weighted * faded], -1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    own, carried = solved[..., : v.shape[-1]].contiguous(), solved[..., v.shape[-1] :].contiguous()
+    leaving = (k * (run[..., -1:] - run).exp().unsqueeze(-1)).transpose(-1, -2)
+    last = run[..., -1].exp()[..., None, None]
+
+    u = torch.empty_like(own)
+    states = state.new_empty(count + 1, rows * heads, *state.shape[2:])
+    states[0] = state.flatten(0, 1)
+    for i in range(count):
+        torch.baddbmm(own[i], carried[i], states[i], alpha=-1, out=u[i])
+        torch.baddbmm(states[i] * last[i], leaving[i], u[i], out=states[i + 1])
+    out = (q * faded) @ states[:-1] + ((q @ keys) * decay) @ u
+    return back(out), back(u), states.unflatten(1, (rows, heads)).transpose(0, 1)
 
 
 def replay(state: Tensor, k: Tensor, g: Tensor, u: Tensor, length: Tensor) -> Tensor:
