@@ -15,7 +15,7 @@ from draftloop.core.tree import Packed, Tree, pack_branches
 from draftloop.target.attention import CHUNKED, FULL, SLIDING, SoftmaxAttention
 
 PAGE = Path(__file__).with_name("attention.md")
-LENGTH, FORKS, BRANCH, WINDOW, SPACING = 10, (2, 6), 3, 4, 4
+LENGTH, FORKS, BRANCH, WINDOW, SPACING, RATIO = 10, (2, 6), 3, 4, 4, 2
 
 
 def packed() -> Packed:
@@ -66,9 +66,29 @@ def recurrent() -> str:
     return "\n".join(line.rstrip() for line in out)
 
 
+def groups() -> str:
+    """How the text of each branch is cut into groups of an indexer."""
+    lines = packed().tree.lines()
+    out = ["    position  " + "".join(f" {t} " for t in range(LENGTH))]
+    out.append("       trunk  " + _cut(["="] * LENGTH))
+    for name, fork in zip("ab", lines.fork.tolist(), strict=True):
+        shared = (fork + 1) // RATIO * RATIO
+        out.append(f"    branch {name}  " + _cut(["="] * shared + ["*"] * (fork + 1 + BRANCH - shared)))
+    return "\n".join(line.rstrip() for line in out)
+
+
+def _cut(cells: list[str]) -> str:
+    """Groups in brackets; an incomplete one stays open."""
+    line = ""
+    for t, cell in enumerate(cells):
+        line += ("[" if t % RATIO == 0 else " ") + cell + ("]" if t % RATIO == RATIO - 1 else " ")
+    return line
+
+
 def pictures() -> dict[str, str]:
     """By name, as they stand in the page."""
-    return {"full": softmax(FULL), "sliding": softmax(SLIDING), "chunked": softmax(CHUNKED), "recurrent": recurrent()}
+    return {"full": softmax(FULL), "sliding": softmax(SLIDING), "chunked": softmax(CHUNKED),
+            "recurrent": recurrent(), "groups": groups()}  # fmt: skip
 
 
 def page(text: str) -> str:
