@@ -521,8 +521,9 @@ def test_layers_with_rotations_of_their_own():
 
 def test_a_window_that_a_model_counts_otherwise_is_refused(monkeypatch):
     """If our rule were off by one, loading would say so, however long the real window is."""
-    near = attention.Tree.near
-    monkeypatch.setattr(attention.Tree, "near", lambda tree, window, first=0: near(tree, window + 1, first))
+    family = attention.SoftmaxAttention
+    right = family._by_kind
+    monkeypatch.setattr(family, "_by_kind", lambda self, seen, query, key: right(self, seen, query - 1, key))
     for kind, changes in (("mistral", {"sliding_window": 100}), ("qwen3", {**MIXED, "sliding_window": 100})):
         with pytest.raises(Exception, match="tree mask or readout does not agree"):
             load_target(tiny_model(kind, **changes))
