@@ -117,6 +117,7 @@ class _Batch:
         for i, request in enumerate(self.requests):
             ids[i, : len(request.ids)] = torch.tensor(request.ids, device=ids.device)
         positions = torch.arange(width, device=ids.device).expand_as(ids)
+        self.cache.least = int(lengths.min())
         rows = self.target.extend(self.cache, ids, positions, self.taps)
         if self.context is not None:
             self.drafter.extend(self.context, rows.features, positions)  # type: ignore[union-attr]
