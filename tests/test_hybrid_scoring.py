@@ -300,6 +300,22 @@ def test_a_row_cannot_go_back_further_than_the_last_feed():
         target.extend(cache, place[:, 5:7], place[:, 5:7])
 
 
+@pytest.mark.parametrize("spacing", [1, 3, 64])
+def test_what_no_row_goes_back_to_is_forgotten(target, spacing):
+    target, lengths = spaced(target, spacing), torch.tensor([9, 7, 12])
+    texts = torch.tensor([text(16, i) for i in range(3)])
+    seen = {}
+    for least in (0, 7):
+        cache = target.new_cache(16)
+        cache.least = least
+        target.extend(cache, texts[:, :12], torch.arange(12).expand(3, -1))
+        held = {log.g.shape[1] for log in cache.logs.values()}
+        assert held == {12 - (least - 1) // spacing * spacing if least else 12}
+        place = lengths.unsqueeze(1) + torch.arange(3)
+        seen[least] = target.extend(cache, texts.gather(1, place), place).hidden
+    assert torch.equal(seen[0], seen[7])
+
+
 # ------------------------------------------------------------------------------------------------ the rest
 
 

@@ -98,11 +98,12 @@ class RowCache(Cache):
     Attributes:
         slots: int64 [rows, t], where the running forward writes (set by `aim`).
         span: slots [0, span) are shown to attention.
+        least: no later feed will begin before this position; what only such a feed would need may be forgotten.
     """
 
     def __init__(self, layers: int, capacity: int) -> None:
         self.capacity = capacity
-        self.span = 0
+        self.span = self.least = 0
         self.slots = torch.empty(0, 0, dtype=torch.int64)
         super().__init__(layers=[_RowLayer(self) for _ in range(layers)])
 

@@ -47,6 +47,13 @@ class Log:
         raw, g, u, snapshots = (part.index_select(0, rows) for part in self.parts)
         return Log(raw, g, u, snapshots, self.spacing)
 
+    def without(self, first: int) -> Log:
+        """The same without its first tokens, a multiple of `spacing`."""
+        if not first:
+            return self
+        raw, g, u = (part[:, first:].clone() for part in (self.raw, self.g, self.u))
+        return Log(raw, g, u, self.snapshots[:, first // self.spacing :].clone(), self.spacing)
+
     def kept(self, row: int, size: int) -> tuple[Tensor, ...]:
         """A copy of the parts of one text, cut to its first `size` tokens."""
         return tuple(part[row, :end].clone() for part, end in zip(self.parts, self._ends(size), strict=True))

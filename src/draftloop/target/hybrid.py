@@ -31,16 +31,18 @@ class HybridCache(RowCache):
     """A cache in which recurrent layers hold the log of the last feed: a row may go on from any token of that.
 
     Attributes:
-        base: int64 [rows], position of the first token of the last feed.
-        fed: how many tokens a row it had.
+        base: int64 [rows], position of the first token of the last feed that is remembered.
+        fed: how many tokens a row are remembered.
+        dropped: how many of the last feed are not, in front of them.
         offset: int64 [rows], where the running feed begins, counted from the base of the one before.
         logs: what the recurrent layers remember, by layer.
     """
 
-    def __init__(self, layers: int, capacity: int) -> None:
+    def __init__(self, layers: int, capacity: int, spacing: int) -> None:
         super().__init__(layers, capacity)
+        self.spacing = spacing
         self.base: Tensor | None = None
-        self.fed = 0
+        self.fed = self.dropped = 0
         self.offset = torch.empty(0, dtype=torch.int64)
         self.logs: dict[int, Log] = {}
 
@@ -51,7 +53,9 @@ class HybridCache(RowCache):
         known = (self.offset >= 0) & (self.offset <= self.fed) | (start == 0)
         assert bool(known.all()), "a recurrent state goes back to the start of the last feed or of the text, no further"
         self.offset = torch.where(start == 0, -1, self.offset)
-        self.base, self.fed = start, positions.shape[1]
+        # of prompts, no more than a row may go back to: states and writings are large
+        self.dropped = max(0, self.least - 1) // self.spacing * self.spacing if bool((start == 0).all()) else 0
+        self.base, self.fed = start + self.dropped, positions.shape[1] - self.dropped
         return super().aim(positions)
 
     def select(self, rows: Tensor) -> None:
@@ -92,7 +96,7 @@ class HybridAttention(SoftmaxAttention):
 
     def new_cache(self, layers: int, capacity: int) -> HybridCache:
         """See `AttentionFamily.new_cache`."""
-        return HybridCache(layers, capacity)
+        return HybridCache(layers, capacity, self.spacing)
 
     @contextmanager
     def mixing(self, over: RowCache | TrunkCache | Tree) -> Iterator[None]:
@@ -122,7 +126,8 @@ class HybridAttention(SoftmaxAttention):
                 begins = cache.offset < 0
                 state = torch.where(begins[:, None, None, None], state, before[0])
                 tail = torch.where(begins[:, None, None], tail, before[1])
-            out, cache.logs[mixer.index] = mixer.go_on(given, state, tail, self.spacing)
+            out, log = mixer.go_on(given, state, tail, self.spacing)
+            cache.logs[mixer.index] = log.without(cache.dropped)
             return out
 
         return mix

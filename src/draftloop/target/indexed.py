@@ -35,8 +35,8 @@ class IndexedCache(HybridCache):
 
     position_ids = Forgotten(absent=True)  # before transformers 5.24
 
-    def __init__(self, layers: int, capacity: int) -> None:
-        super().__init__(layers, capacity)
+    def __init__(self, layers: int, capacity: int, spacing: int) -> None:
+        super().__init__(layers, capacity, spacing)
         self.store: dict[tuple[str, int], Tensor] = {}
 
     def write(self, kind: str, layer: int, new: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class IndexedAttention(HybridAttention):
 
     def new_cache(self, layers: int, capacity: int) -> IndexedCache:
         """See `AttentionFamily.new_cache`."""
-        return IndexedCache(layers, capacity)
+        return IndexedCache(layers, capacity, self.spacing)
 
     @contextmanager
     def mixing(self, over: RowCache | TrunkCache | Tree) -> Iterator[None]:
