@@ -204,7 +204,7 @@ class GraphEngine:
         copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
         copy.copy_(value, non_blocking=True)
         ready = torch.cuda.Event()
-        ready.record()
+        ready.record(torch.cuda.current_stream(self.target.device))
         return copy, ready
 
     def _read(
