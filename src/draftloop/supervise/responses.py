@@ -27,6 +27,7 @@ from draftloop.recipe import DataPart
 from draftloop.supervise.dialogue import Dialogue
 
 SCHEMA = 2
+_TOLD = "settings"  # of a header: for people, its fingerprints decide
 _HOW = {"batch_size", "server", "server_model", "server_concurrency", "server_key_env"}  # not what is answered
 
 
@@ -64,10 +65,13 @@ def prepare_trunks(
         prompts: of one split.
         data: template arguments, limits, response options.
         path: JSON lines; an existing file of the same target and options is continued, but for prompts whose text has
-            changed under their id.
+            changed under their id. One of others is kept beside it, and taken up when they return.
         seed: of the keyed draws.
         greedy: answer at temperature 0 with one sample, whatever `data.response` says (held-out splits).
         advance: called with (responses done, responses in all).
+
+    Warns:
+        UserWarning: the file holds answers of another target or of other options.
 
     Raises:
         InputError: nothing is left to train on, the template cannot render a prompt, or the server is not the target's.
@@ -82,6 +86,8 @@ def prepare_trunks(
     }
     if answers.server is not None:
         header["by"] = "a server"  # which one does not matter: it is the same target, and may move
+    settings = {**answers.model_dump(exclude=_HOW), "max_prompt_tokens": data.max_prompt_tokens, "seed": seed}
+    header[_TOLD] = {**settings, "template_kwargs": data.template_kwargs}
     book = _Book(path, header, answers.regenerate)
     given = [p for p in prompts if book.given(p)]
     asked = [p for p in prompts if not book.given(p)]
@@ -211,7 +217,9 @@ class _Book:
         self.path, self.regenerate = path, regenerate
         self._kept: dict[tuple[str, int, str], Kept] = {}
         lines = _whole_lines(path)
-        if lines and json.loads(lines[0]) == header:
+        if lines and _identity(json.loads(lines[0])) != _identity(header):
+            lines = _exchange(path, lines, header)
+        if lines:
             for number, line in enumerate(lines[1:], start=2):
                 row = json.loads(line)
                 trunks = [Trunk.from_json(t, f"{path}:{number}") for t in row["trunks"]]
@@ -252,6 +260,45 @@ class _Book:
                 os.fsync(handle.fileno())
         except OSError as error:
             raise writing_fault(error, self.path) from error
+
+
+def _identity(header: Any) -> dict[str, Any]:
+    """What must be the same for a file to be continued."""
+    return {key: value for key, value in header.items() if key != _TOLD} if isinstance(header, dict) else {}
+
+
+def _exchange(path: Path, lines: list[str], new: dict[str, Any]) -> list[str]:
+    """Move a file of other answers aside, and the one that was put aside for these in its place; its lines."""
+    old, answered = json.loads(lines[0]), len(lines) > 1
+    aside, before = (path.with_name(f"{path.stem}-{fingerprint(_identity(one))}.jsonl") for one in (old, new))
+    try:
+        if answered:
+            os.replace(path, aside)
+        else:
+            path.unlink()
+        if before.exists():
+            os.replace(before, path)
+    except OSError as error:
+        raise writing_fault(error, path) from error
+    lines = _whole_lines(path)
+    if not answered:
+        return lines
+    warnings.warn(
+        f"{path}: its answers are of other settings ({'; '.join(_differences(old, new))}) and are kept as {aside.name};"
+        + (" those given before with the present ones are taken up." if lines else " the prompts are answered anew."),
+        stacklevel=5,
+    )
+    return lines
+
+
+def _differences(old: Any, new: dict[str, Any]) -> list[str]:
+    """What two headers differ in, for people."""
+    old = old if isinstance(old, dict) else {}
+    before, now = old.get(_TOLD) or {}, new[_TOLD]
+    said = [f"{key}: {before[key]}, now {now[key]}" for key in now if key in before and before[key] != now[key]]
+    if old.get("target") != new["target"]:
+        said.append(f"target: {old.get('target')}, now {new['target']}")
+    return said or [f"another {key}" for key in _identity(new) if old.get(key) != new[key]]
 
 
 def _whole_lines(path: Path) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,8 @@ from draftloop.core.errors import InputError
 from draftloop.core.tree import Packed, Tree
 from draftloop.target.cache import RowCache, TrunkCache, TrunkState
 
-Masks = Tensor | dict[str, Tensor]  # bool [b, 1, queries, keys], or one such mask for each kind of layer
+# bool [b, 1, queries, keys] or a BlockMask of that shape, or one such mask for each kind of layer
+Masks = Any
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -45,8 +47,8 @@ class AttentionFamily(Protocol):
         """
         ...
 
-    def tree_masks(self, tree: Tree, first: int = 0) -> Masks:
-        """Masks of the slots from `first` on, over all slots of the tree."""
+    def tree_masks(self, tree: Tree, first: int = 0, flex: bool = False) -> Masks:
+        """Masks of the slots from `first` on, over all slots of the tree; dense ones, or BlockMasks."""
         ...
 
 
@@ -73,22 +75,22 @@ class SoftmaxAttention:
     def text_masks(self, seen: Tensor, positions: Tensor) -> Masks:
         """See `AttentionFamily.text_masks`."""
 
-        def near(window: int) -> Tensor:
+        def within(window: int | None) -> Tensor:
+            if window is None:
+                return seen
             slots = torch.arange(seen.shape[-1], device=seen.device)
-            return (positions.unsqueeze(-1) - slots < window).unsqueeze(1)
+            return seen & (positions.unsqueeze(-1) - slots < window).unsqueeze(1)
 
-        return self._by_kind(seen, near)
+        return self._by_kind(within)
 
-    def tree_masks(self, tree: Tree, first: int = 0) -> Masks:
+    def tree_masks(self, tree: Tree, first: int = 0, flex: bool = False) -> Masks:
         """Windows are counted in logical positions, for slots of a tree do not stand in the order of the text."""
-        return self._by_kind(tree.dense_mask(first), lambda window: tree.near(window, first))
+        return self._by_kind(partial(tree.block_mask if flex else tree.dense_mask, first))
 
-    def _by_kind(self, seen: Tensor, near: Callable[[int], Tensor]) -> Masks:
-        if self.kinds == {FULL}:
-            return seen
-        windowed = seen & near(self.config.sliding_window)
+    def _by_kind(self, mask: Callable[[int | None], Any]) -> Masks:
+        made = {kind: mask(self.config.sliding_window if kind == SLIDING else None) for kind in self.kinds}
         # models with layers of one kind take a mask, not a dictionary
-        return windowed if self.kinds == {SLIDING} else {FULL: seen, SLIDING: windowed}
+        return made if len(made) > 1 else made.popitem()[1]
 
 
 _MISSING = {

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from draftloop.core.errors import InputError
 from draftloop.target.cache import RowCache, _RowLayer
+from draftloop.target.implementation import attending_by
 
 Kernel = Literal["sdpa", "matmul"]
 
@@ -157,17 +158,11 @@ def _register() -> None:
 
 
 @contextmanager
-def attending(configs: tuple[Any, ...], kernel: Kernel) -> Iterator[None]:
+def attending_fixed(configs: tuple[Any, ...], kernel: Kernel) -> Iterator[None]:
     """Let a model attend by `_attend` for a while."""
     _register()
-    before = [config._attn_implementation for config in configs]
-    try:
-        for config in configs:
-            config._attn_implementation = _NAMES[kernel]
+    with attending_by(_NAMES[kernel], configs):
         yield
-    finally:
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation = name
 
 
 @contextmanager

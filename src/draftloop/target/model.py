@@ -8,8 +8,9 @@ branches, on trunks whose state was kept. What depends on the kind of attention 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -23,7 +24,8 @@ from draftloop.core.law import Law, Readout, Sampling
 from draftloop.core.tree import Packed, Tree
 from draftloop.target.attention import AttentionFamily, Masks
 from draftloop.target.cache import RowCache, TrunkState
-from draftloop.target.fixed import FixedCache, Kernel, WholeCache, attending, compiled, why_not_fixed
+from draftloop.target.fixed import FixedCache, Kernel, WholeCache, attending_fixed, compiled, why_not_fixed
+from draftloop.target.flex import attending_flex, chosen, flex_fault
 
 Read = tuple[Tensor, Tensor]  # int64 [n], int64 [n]: rows and slots whose hidden rows are wanted
 
@@ -52,6 +54,7 @@ class Target:
         context_limit: longest text that it can score exactly.
         version: counts weight changes (`touch`); it keys features, trunk states and traces.
         family: what its kind of attention needs.
+        tree_attention: how trees are read: `dense` masks, `flex` = FlexAttention, or `auto`, see `flex.chosen`.
         engine: how texts are decoded where the options say `auto` (see `decode.trace.Options`).
     """
 
@@ -75,6 +78,8 @@ class Target:
         self.context_limit = context_limit
         self.name = name
         self.version = 0
+        self.tree_attention = "auto"
+        self._flex_fault: str | None = None  # not tried yet
         self.engine = "auto"
         self._reads_early = True  # whether the last layer's output may be cut down to the slots that are read
         self._cache_name = "cache" if "cache" in inspect.signature(base.forward).parameters else "past_key_values"
@@ -157,7 +162,7 @@ class Target:
     def fixed(self, cache: FixedCache, kernel: Kernel, compiler: Callable[[Any], Any] | None = None) -> Iterator[None]:
         """Let the model read a `FixedCache` for a while, its layers compiled where a compiler is given."""
         with ExitStack() as stack:
-            stack.enter_context(attending((self.config, self._base.config), kernel))
+            stack.enter_context(attending_fixed((self.config, self._base.config), kernel))
             if compiler is not None:
                 stack.enter_context(compiled(self._base, self._layers, cache, self._cache_name, compiler))
             yield
@@ -201,7 +206,9 @@ class Target:
             InputError: a text is longer than `context_limit`.
         """
         self.check_length(int(tree.position.max()) + 1)
-        return self._forward(tree.tokens, tree.position, self.family.tree_masks(tree), taps, read=read)
+        flex = self._flexes(tree)
+        masks = self.family.tree_masks(tree, flex=flex)
+        return self._forward(tree.tokens, tree.position, masks, taps, read=read, flex=flex)
 
     @torch.no_grad()
     def resume(self, packed: Packed, states: list[TrunkState], read: Read) -> Tensor:
@@ -221,9 +228,27 @@ class Target:
         assert all(state.version == self.version for state in states), "a state of other weights"
         tree, first = packed.tree, packed.first
         self.check_length(int(tree.position.max()) + 1)
-        cache, masks = self.family.resume(states, packed), self.family.tree_masks(tree, first)
+        flex = self._flexes(tree)
+        cache, masks = self.family.resume(states, packed), self.family.tree_masks(tree, first, flex=flex)
         read = (read[0], read[1] - first)
-        return self._forward(tree.tokens[:, first:], tree.position[:, first:], masks, (), cache, read).hidden
+        return self._forward(tree.tokens[:, first:], tree.position[:, first:], masks, (), cache, read, flex).hidden
+
+    def _flexes(self, tree: Tree) -> bool:
+        """Whether this tree is read by FlexAttention; asked for and wrong is an error, chosen and wrong is dense.
+
+        Raises:
+            InputError: FlexAttention was asked for, and gives other rows on this model or does not run.
+        """
+        if not chosen(self.tree_attention, self.device, self.dtype, tree.tokens.shape[1]):
+            return False
+        if self._flex_fault is None:
+            self._flex_fault = ""  # while it is tried
+            self._flex_fault = flex_fault(self)
+            if self._flex_fault and self.tree_attention == "auto":
+                warnings.warn(f"{self.name}: {self._flex_fault}; its trees are read with dense masks", stacklevel=3)
+        if self._flex_fault and self.tree_attention == "flex":
+            raise InputError(self._flex_fault, where=self.name, fix="Set target.tree_attention to auto or dense.")
+        return not self._flex_fault
 
     def _forward(
         self,
@@ -233,12 +258,13 @@ class Target:
         taps: Sequence[int],
         cache: Any = None,
         read: Read | None = None,
+        flex: bool = False,
     ) -> Rows:
         kwargs: dict[str, Any] = {} if cache is None else {self._cache_name: cache}
         # a last block may reach beyond the context, where learned positions end; nothing of that is kept
         places = positions.clamp(max=self.context_limit - 1)
         early = read if self._reads_early else None
-        with self._tapped(taps) as tapped, self._cut_down(early):
+        with self._tapped(taps) as tapped, self._cut_down(early), attending_flex(self._base) if flex else nullcontext():
             out = self._base(
                 input_ids=ids, position_ids=places, attention_mask=masks, use_cache=cache is not None, **kwargs
             )
