@@ -34,7 +34,15 @@ def test_every_command_of_the_readme_exists(capsys):
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/results.md", "docs/experiments.md", "docs/decisions.md", "docs/engines.md", "docs/performance.md"]
+    "page",
+    [
+        "README.md",
+        "docs/results.md",
+        "docs/experiments.md",
+        "docs/decisions.md",
+        "docs/engines.md",
+        "docs/performance.md",
+    ],
 )
 def test_links_lead_somewhere(page):
     text = (ROOT / page).read_text(encoding="utf-8")
