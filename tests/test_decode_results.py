@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -75,3 +76,21 @@ def test_one_wrong_token_is_told(derived):
 def test_nothing_measured_is_nothing(derived, tmp_path):
     assert derived.derive(tmp_path / "none.jsonl") == {}
     assert derived.table(tmp_path / "none.jsonl") == ""
+
+
+def test_the_benchmark_runs_at_toy_size(derived, tmp_path):
+    """Every part has its rows, tokens are the eager loop's, nothing failed. No timings, nothing compiled."""
+    raw, picture = tmp_path / "raw.jsonl", tmp_path / "profile.txt"
+    arguments = ["--quick", "--device", "cpu", "--fused", "--out", raw, "--profile", picture]
+    command = [sys.executable, f"{FOLDER}/decode.py", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = derived.summarise(derived.read(raw))
+    assert found["same_tokens_in_float32"]
+    assert found["failed"] == []
+    places = {(cell["batch"], cell["temperature"], cell["engine"]) for cell in found["cells"]}
+    assert places == {(1, 0, "graph"), (1, 0, "eager"), (2, 0, "graph"), (1, 1, "graph"), (2, 1, "graph")}
+    assert all({"plain", "speculative"} <= set(cell) for cell in found["cells"])
+    assert len(found["generation"]) == 2
+    assert found["settings"]["versions"]["torch"]
+    assert "gaps" in picture.read_text(encoding="utf-8")

@@ -42,6 +42,7 @@ def test_every_command_of_the_readme_exists(capsys):
         "docs/decisions.md",
         "docs/engines.md",
         "docs/attention.md",
+        "docs/performance.md",
     ],
 )
 def test_links_lead_somewhere(page):

@@ -25,6 +25,7 @@ LOOK_EVERY = 8  # rounds in a piece; a row that ended stands idle for at most tw
 _IDLE_SHARE = 8  # rows are refilled when one in so many is idle: a prefill costs the host as much as many rounds
 _PREFILL_TOKENS = 1 << 16  # of one prefill forward, padding included
 _WARM_UPS = 3
+_MANY = 512  # rows from which plain products outrun the attention kernels
 
 
 @dataclass
@@ -59,7 +60,7 @@ class GraphEngine:
         options: sampling, rule, seed and the rest; `options.engine` "fused" compiles the layers.
         rows: texts at a time.
         longest: the longest text, prompt and response.
-        kernel: how attention is computed.
+        kernel: how attention is computed; default: the faster one, measured on an H200 (results/decode.json).
         compiler: what compiles; default: `torch.compile` for "fused", nothing else.
 
     Raises:
@@ -75,13 +76,14 @@ class GraphEngine:
         *,
         rows: int,
         longest: int,
-        kernel: Kernel = "sdpa",
+        kernel: Kernel | None = None,
         compiler: Callable[[Any], Any] | None = None,
     ) -> None:
         if why := unsupported(target, drafter):
             raise InputError(why, where=target.name, fix="Decode with engine eager.")
-        self.target, self.options, self.kernel = target, options, kernel
+        self.target, self.options = target, options
         self.compiler = compiler or (_compiler() if options.engine == "fused" else None)
+        self.kernel: Kernel = kernel or ("matmul" if self.compiler is not None or rows >= _MANY else "sdpa")
         self._on_gpu = target.device.type == "cuda"
         self.count = rows
         self._graph: Any = None
@@ -204,7 +206,7 @@ class GraphEngine:
         copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
         copy.copy_(value, non_blocking=True)
         ready = torch.cuda.Event()
-        ready.record()
+        ready.record(torch.cuda.current_stream(self.target.device))
         return copy, ready
 
     def _read(
