@@ -23,7 +23,7 @@ PIP_INSTALL := $(BIN)/pip install --quiet --quiet --no-input
 
 help:
 	@echo "make setup       make .venv and install the pinned packages (about a minute; the other targets do it by themselves)"
-	@echo "make quickstart  train a small drafter, check that it is lossless, measure it   (options: ARGS=...)"
+	@echo "make quickstart  measure the bundled drafter, train it further, check that it is lossless   (options: ARGS=...)"
 	@echo "make test        the fast tests, then those of the model rooms on the oldest supported transformers"
 	@echo "make test-all    the slow tests too (minutes)"
 	@echo "make lint        ruff and mypy"

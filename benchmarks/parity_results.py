@@ -53,23 +53,34 @@ def table() -> str:
         return ""
     found = json.loads(text)
     lines = [
-        "| run | T | prompts | tau vLLM | tau ours, replay | difference (95 %) | tau ours, decoding | parity |",
-        "|---|---|---|---|---|---|---|---|",
+        "| run | engine | drafts | T | prompts | tau vLLM | tau ours, on its text | difference (95 %)"
+        " | steps that differ | tau ours, decoding | parity |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, run in found["families"].items():
-        for temperature, part in run["temperatures"].items():
-            replay = part["replay"]
-            low, high = replay["difference_interval"]
-            lines.append(
-                f"| {name} | {temperature} | {part['prompts']} | {part['tau_engine']:.3f} | {replay['tau']:.3f}"
-                f" | {replay['difference']:+.3f} ({low:+.3f} to {high:+.3f}) | {part['own']['tau']:.3f}"
-                f" | {'yes' if part['passed'] else 'NO'} |"
-            )
+        lines += [_line(name, run, temperature, part) for temperature, part in run["temperatures"].items()]
     lines += ["", "| spoilt export | parity | named from the engine's steps | named from tau |", "|---|---|---|---|"]
     for name, run in found["wrong_exports"].items():
         causes = [run[f"cause_by_{side}"] or "" for side in ("engine", "checkpoint")]
         lines.append(f"| {name} | {'NO' if run['failed'] else 'yes'} | {causes[0]} | {causes[1]} |")
     return "\n".join([*lines, ""])
+
+
+def _line(name: str, run: dict[str, Any], temperature: str, part: dict[str, Any]) -> str:
+    """One run at one temperature; with drafts that the engine sampled there is no replay, only two decodings."""
+    plugins = [key.removeprefix("vllm plugin ") for key in run["engine"]["versions"] if key.startswith("vllm plugin ")]
+    engine = " + ".join([run["engine"]["versions"]["vllm"], run["dtype"], *plugins])
+    ours = part.get("replay")
+    judged = ours or part["own"]
+    low, high = judged["difference_interval"]
+    steps = part.get("steps") or {}
+    differ = f"{steps['differ']} of {steps['compared']}" if ours else ""
+    cells = [
+        name, engine, run["draft_sample_method"], temperature, part["prompts"], f"{part['tau_engine']:.3f}",
+        f"{ours['tau']:.3f}" if ours else "", f"{judged['difference']:+.3f} ({low:+.3f} to {high:+.3f})", differ,
+        f"{part['own']['tau']:.3f}", "yes" if part["passed"] else "NO",
+    ]  # fmt: skip
+    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

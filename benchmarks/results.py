@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import bench_results
+import branch_throughput
+import decode_results
+import fused_results
 import hybrid_results
 import parity_results
 
@@ -30,7 +33,7 @@ RUN_KEYS = (
 )  # fmt: skip
 STAGE_KEYS = ("name", "start", "cells", "steps", "labels", "seconds", "chosen_step", "split")
 README_STAGES = ("untrained", "sft", "specopd", "draft-opd", "sft-continued")
-STUDIES = ("quickstart", "specopd")  # results/NAME.json; a run belongs to the study that its name begins with
+STUDIES = ("quickstart", "specopd", "bundled")  # results/NAME.json; a run's study is what its name begins with
 OPEN, SHUT = "<!-- results: derived by benchmarks/results.py -->\n", "<!-- /results -->\n"
 MARK = "<!-- derived by benchmarks/results.py; do not edit below -->\n"
 
@@ -64,9 +67,10 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, li
 
 def derive() -> dict[Path, str]:
     """Every derived file's text."""
-    others = ("parity-", "bench-", "hybrid-")
+    others = ("parity-", "bench-", "branch-", "fused-", "decode-", "hybrid-")
     runs = {path.stem: read(path) for path in sorted(RAW.glob("*.jsonl")) if not path.name.startswith(others)}
-    out = parity_results.derived() | bench_results.derive() | hybrid_results.derive()
+    out = parity_results.derived() | bench_results.derive() | branch_throughput.derived() | decode_results.derive()
+    out |= hybrid_results.derive()
     tables = []
     found: dict[str, dict[str, Any]] = {study: {} for study in STUDIES}
     for name, (head, stages, arms) in runs.items():
@@ -91,6 +95,12 @@ def derive() -> dict[Path, str]:
         tables.append(_ablation_table(arms_of_seeds))
     if served := bench_results.table():
         tables.append("## A running server under load\n\n" + served)
+    if decoded := decode_results.table():
+        tables.append("## Decoding on CUDA\n\n" + decoded)
+    if kernels := fused_results.table():
+        tables.append("## Readout and loss fused\n\n" + kernels)
+    if supervised := branch_throughput.table():
+        tables.append("## Supervised draft tokens per second\n\n" + supervised)
     if agreed := parity_results.table():
         tables.append("## Parity with vLLM\n\n" + agreed)
     if scored := hybrid_results.table():
@@ -107,10 +117,13 @@ def _readme(found: dict[str, Any]) -> str:
     """The quickstart's outcome in one table."""
     lines = [
         "",
-        "| quickstart on | " + " | ".join(README_STAGES) + " | lossless | speed against plain | minutes in all |",
+        "| begins with | on | before | "
+        + " | ".join(README_STAGES[1:])
+        + " | lossless | speed against plain | minutes in all |",
     ]
-    lines.append("|---" * (len(README_STAGES) + 4) + "|")
-    for run in found.values():
+    lines.append("|---" * (len(README_STAGES) + 5) + "|")
+    for run_name, run in found.items():
+        begins = "a new drafter" if "-scratch-" in run_name else "the bundled drafter"
         machine = run["hardware"].get("gpu") or f"{run['hardware']['threads']} CPU cores"
         taus = []
         for name in README_STAGES:
@@ -123,7 +136,9 @@ def _readme(found: dict[str, Any]) -> str:
         arm = run["decoding"]["arms"][-1]
         speed = f"{arm['speedup']:.2f}, pays above tau {arm['round_cost']:.2f}"
         lossless = "yes" if run["lossless"] else "NO"
-        lines.append(f"| {machine} | {' | '.join(taus)} | {lossless} | {speed} | {run['seconds'] / 60:.1f} |")
+        lines.append(
+            f"| {begins} | {machine} | {' | '.join(taus)} | {lossless} | {speed} | {run['seconds'] / 60:.1f} |"
+        )
     note = (
         "Acceptance length tau on the 30 held-out prompts, with 95 % intervals; higher is better, 1 is no use at all."
     )

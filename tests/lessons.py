@@ -157,3 +157,39 @@ def same_law(target, ours, theirs, rel: float = 1e-5) -> bool:
 def close(a, b, rel: float = 1e-5) -> bool:
     """Whether no entry differs by more than `rel` of the largest."""
     return a.shape == b.shape and bool((a - b).abs().max() <= rel * b.abs().max())
+
+
+def trunk_of(mask, *, id="m", tokens=None) -> Trunk:
+    return Trunk(id, "s", 0, tuple(tokens or range(100, 100 + len(mask))), tuple(mask), True)
+
+
+def two_turns(here) -> Lesson:
+    tokens = here.trunks[1].tokens
+    mask = (False, False, *[True] * 6, False, False, *[True] * (len(tokens) - 10))
+    return Lesson(Trunk("two", "s", 0, tokens, mask, True))
+
+
+def stage(**cells) -> StagePart:
+    return StagePart(name="s", **cells)
+
+
+def scored(part, lessons, drafter, here, *, visits=None, seed=0, need_teacher=True):
+    return supervise(
+        part, lessons, visits or [0] * len(lessons), target=here.target, drafter=drafter, store=here.store(),
+        seed=seed, need_teacher=need_teacher,
+    )  # fmt: skip
+
+
+class Counted:
+    """A target that counts its forwards."""
+
+    def __init__(self, target):
+        self.inner, self.version, self.texts, self.widest = target, 0, 0, 0
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def extend(self, cache, ids, positions, taps=()):
+        self.texts += len(ids)
+        self.widest = max(self.widest, ids.numel())
+        return self.inner.extend(cache, ids, positions, taps)

@@ -261,7 +261,7 @@ def test_evaluate_walked_and_decoded_agree(toy, tmp_path, target, drafter):
 def test_the_second_evaluation_answers_nothing_anew(toy, tmp_path, target, drafter, monkeypatch):
     files = [str(toy / "test.jsonl")]
     first = draftloop.evaluate(target, drafter, files, folder=tmp_path, max_new_tokens=16)
-    monkeypatch.setattr("draftloop.supervise.responses.decode", lambda *a: pytest.fail("answered again"))
+    monkeypatch.setattr("draftloop.supervise.responses.rounds", lambda *a: pytest.fail("answered again"))
     assert draftloop.evaluate(target, drafter, files, folder=tmp_path, max_new_tokens=16) == first
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from draftloop.decode import loop
+from draftloop.decode import round as one_round
 from draftloop.decode.loop import decode
 from draftloop.decode.rules import Verdict, verify
 from draftloop.decode.trace import Options, Request
@@ -77,7 +77,7 @@ def other_correction(rule, proposal, target, coins):
 def test_a_broken_verifier_is_caught(kind, broken, monkeypatch):
     here = world(kind)
     wanted = [list(trunk.tokens[trunk.first :]) for trunk in here.trunks]
-    monkeypatch.setattr(loop, "verify", broken)
+    monkeypatch.setattr(one_round, "verify", broken)
     got = decode(here.target, here.drafters["half"], [request for _, request in asked(here)], Options(LENGTH))
     found = audit(here.target, [("half", here.drafters["half"])], asked(here), max_new_tokens=LENGTH)
     (arm,) = found.arms

@@ -162,6 +162,7 @@ def test_recipe_missing(train, tmp_path):
         ("stages.0.steps=0", ["stages.0.steps", "0"]),
         ("stages.0.optimiser.lr=fast", ["stages.0.optimiser.lr", "fast"]),
         ("stages.0.optimiser.lr=.nan", ["stages.0.optimiser.lr"]),
+        ("stages.0.minutes=2", ["'s'", "both steps and minutes", "Set one of them to null"]),
         ("stages.0.steps=null", ["'s'", "no end", "steps or minutes"]),
         ("stages=[]", ["no stages"]),
         ("stages.0.objective.kind=draft_opd", ["draft_opd", "proposals: sampled, recorded or redraft"]),
@@ -376,7 +377,14 @@ def test_a_target_given_as_drafter(foreign, toy):
 def test_an_unfinished_run_given_as_drafter(foreign, tmp_path):
     (tmp_path / "unfinished").mkdir()
     (tmp_path / "unfinished" / "run.json").write_text("{}")
-    assert_names(foreign(tmp_path / "unfinished"), "config.json")
+    told = foreign(tmp_path / "unfinished")
+    assert_names(told, "delivered no drafter yet", f"draftloop train RECIPE --out {tmp_path / 'unfinished'}")
+
+
+# the machine ------------------------------------------------------------------------------------------------------------
+def test_kernels_that_this_machine_cannot_run(train, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert_names(train("stages.0.objective.kernel=triton"), "objective.kernel", "CUDA GPU", "auto")
 
 
 # files of a run --------------------------------------------------------------------------------------------------------

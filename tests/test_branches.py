@@ -29,10 +29,10 @@ def stage(**cells) -> StagePart:
     return StagePart.model_validate({"name": "s", "steps": 1, **cells})
 
 
-def scored(part, here: World, lessons, drafter, *, seed=0, visits=None, store=None):
+def scored(part, here: World, lessons, drafter, *, seed=0, visits=None, store=None, together=None):
     return supervise(
         part, lessons, visits or [1] * len(lessons), target=here.target, drafter=drafter, store=store or here.store(),
-        seed=seed, need_teacher=needs_teacher(part.objective),
+        seed=seed, need_teacher=needs_teacher(part.objective), together=together,
     )  # fmt: skip
 
 
@@ -163,6 +163,17 @@ def test_the_budget_of_target_tokens_lowers_the_anchors():
     assert len(scored(part, here, lessons, drafter).blocks.row) == 6
     part = stage(method="specopd", anchors_per_sequence=9, branch={"target_tokens": 1})
     assert len(scored(part, here, lessons, drafter).blocks.row) == 2  # never none
+
+
+def test_the_budget_of_target_tokens_is_that_of_all_processes():
+    here, drafter = world("llama"), student("llama")
+    lessons = here.lessons()[:3]
+    tokens = sum(len(lesson.trunk) for lesson in lessons)
+    part = stage(method="specopd", anchors_per_sequence=9, branch={"target_tokens": tokens + 3 * 2 * (DRAFTED - 1)})
+    alone = scored(part, here, lessons, drafter)
+    mine = scored(part, here, lessons[:2], drafter, together=lessons)
+    assert len(mine.blocks.row) == 4
+    assert torch.equal(mine.anchor, alone.anchor[:2])
 
 
 def test_sampled_acceptance_agrees_with_the_unbiased_expectation():

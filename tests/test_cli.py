@@ -142,23 +142,26 @@ def test_stopped_by_hand_it_says_that_it_goes_on(toy, tmp_path):
     assert "Traceback" not in err
 
 
-def test_quickstart_is_a_recipe_that_takes_overrides(call, toy, tmp_path):
-    """The packaged recipe, every stage of it, cut down to the toy."""
+@pytest.mark.parametrize(
+    ("flags", "name", "stages"),
+    [
+        ((), "quickstart", ["specopd", "sft-continued"]),
+        (("--from-scratch",), "quickstart-from-scratch", ["sft", "draft-opd", "specopd", "sft-continued"]),
+    ],
+)
+def test_quickstart_is_a_recipe_that_takes_overrides(call, toy, tmp_path, flags, name, stages):
+    """The packaged recipes, every stage of them, cut down to the toy."""
     given = yaml.safe_load((toy / "recipe.yaml").read_text(encoding="utf-8"))
     cut = [f"{part}={json.dumps(given[part])}" for part in ("target", "drafter", "precision")]
     cut += [f"data={json.dumps(given['data'])}", "evaluate.audit_prompts=2", "evaluate.decode_prompts=0"]
-    cut += [
-        f"stages.{name}.{end}"
-        for name in ("sft", "draft-opd", "specopd", "sft-continued")
-        for end in ("steps=2", "minutes=null")
-    ]
-    status, out, err = call("quickstart", "--from-scratch", *cut, "--out", tmp_path / "run", "--json")
+    cut += [f"stages.{stage}.{end}" for stage in stages for end in ("steps=2", "minutes=null")]
+    status, out, err = call("quickstart", *flags, *cut, "--out", tmp_path / "run", "--json")
     assert status == 0, err
     found = json.loads(out)
-    assert found["name"] == "quickstart"
-    assert [stage["name"] for stage in found["stages"]] == ["untrained", "sft", "draft-opd", "specopd", "sft-continued"]
-    assert found["stages"][3]["start"] == "sft"
-    assert found["stages"][2]["split"]["blocks"] > 0
+    assert found["name"] == name
+    assert [stage["name"] for stage in found["stages"]] == ["untrained", *stages]
+    assert found["stages"][-1]["start"] == ("sft" if flags else "init")
+    assert all(stage["split"]["blocks"] > 0 for stage in found["stages"] if stage["name"] == "draft-opd")
     assert found["lossless"] is True
 
 

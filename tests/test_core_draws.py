@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftloop.core.draws import Purpose, bits, key_of, permutation, uniforms
+from draftloop.core.draws import Purpose, bits, key_of, permutation, uniforms, uniforms_after
 
 COUNT = 1 << 14
 PLACES = torch.arange(COUNT)
@@ -86,6 +86,13 @@ def test_independent_across_purposes_keys_and_seeds():
     for name, other in others.items():
         assert not dependent(base, other), name
         assert abs(float(torch.corrcoef(torch.stack([base, other]))[0, 1])) < 5 / math.sqrt(COUNT), name
+
+
+def test_draws_can_be_begun_ahead():
+    first, anchor, position = torch.arange(4), torch.arange(4) + 7, torch.arange(12).view(3, 4)
+    begun = bits(5, Purpose.DRAFT, first, 2)
+    assert torch.equal(uniforms_after(begun, anchor, position), uniforms(5, Purpose.DRAFT, first, 2, anchor, position))
+    assert torch.equal(uniforms_after(begun, 0, position), uniforms(5, Purpose.DRAFT, first, 2, 0, position))
 
 
 def test_no_two_keys_share_their_bits():

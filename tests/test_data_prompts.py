@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -112,7 +113,9 @@ class TestShapes:
     def test_ids_and_sets(self, tmp_path):
         rows = [{"prompt": "a", "id": 7, "set": "maths"}, {"prompt": "b", "id": "7"}, {"prompt": "c"}, {"prompt": "d"}]
         written(tmp_path, *rows, {"prompt": "e", "id": "7"}, {"prompt": "f", "id": "7#2"})
-        prompts = read_prompts(["set.jsonl", "set.jsonl"], tmp_path)
+        (tmp_path / "b").mkdir()
+        shutil.copy(tmp_path / "set.jsonl", tmp_path / "b")
+        prompts = read_prompts(["set.jsonl", "b/set.jsonl"], tmp_path)
         ids = [prompt.id for prompt in prompts]
         assert ids[:6] == ["7", "7#2", "set:3", "set:4", "7#3", "7#2#2"]
         assert len(set(ids)) == 12
@@ -352,6 +355,29 @@ class TestReading:
         assert file_refusal(tmp_path, "set.parquet").where.endswith("set.parquet:2")
         pq.write_table(pa.Table.from_pylist([], schema=pa.schema([("prompt", pa.string())])), tmp_path / "set.parquet")
         assert "no prompts" in file_refusal(tmp_path, "set.parquet").what
+
+    def test_a_parquet_file_that_is_cut_off_or_none(self, tmp_path):
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        path = tmp_path / "set.parquet"
+        pq.write_table(pa.Table.from_pylist([{"prompt": "a"}]), path)
+        whole = path.read_bytes()
+        for content, words in ((whole[:-9], "damaged or cut off"), (whole[4:], "neither Parquet nor JSON lines")):
+            path.write_bytes(content)
+            told = file_refusal(tmp_path, "set.parquet")
+            assert words in told.what
+            assert told.where == str(path)
+            assert told.fix.startswith("Download or write the file again")
+        path.write_text('\n {"prompt": "a"}\n')  # misnamed, but clear
+        assert len(read_prompts(["set.parquet"], tmp_path)) == 1
+
+    @pytest.mark.parametrize("again", ["a.jsonl", "./a.jsonl", "link.jsonl"])
+    def test_a_file_named_twice(self, tmp_path, again):
+        (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
+        (tmp_path / "link.jsonl").symlink_to(tmp_path / "a.jsonl")
+        with pytest.raises(InputError, match="named twice"):
+            read_prompts(["a.jsonl", again], tmp_path)
 
     def test_parquet_reads_like_json_lines(self, tmp_path):
         import pyarrow as pa

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from draftloop.core.draws import Purpose
 from draftloop.core.law import Law, Sampling
 from draftloop.decode import loop, rules
+from draftloop.decode import round as one_round
 from draftloop.decode.loop import decode
 from draftloop.decode.trace import Options, Request
 from tests.broken import argmax_drafts, fresh_correction, lenient, miscounted, resample_p, shifted, stale_weights
@@ -85,7 +86,7 @@ def enumerate_loop(monkeypatch, toy: Toy, axes: Axes, rule, *, eos=(), drafter=T
             out[here] = grid[sample[here], axis]
         return out
 
-    monkeypatch.setattr(loop, "uniforms", table)
+    monkeypatch.setattr(one_round, "uniforms", table)
     requests = [Request((0,), sample=i) for i in range(len(grid))]
     options = Options(max_new_tokens=limit, sampling=Sampling(1.0), rule=rule, batch_size=batch_size)
     return decode(ToyTarget(toy, eos), ToyDrafter(toy) if drafter else None, requests, options)
@@ -261,7 +262,7 @@ def test_plain_samples_have_the_targets_joint_law(small, whole):
 )
 def test_a_broken_verifier_fails_the_statistics(small, whole, monkeypatch, rule, broken):
     target, drafter = small
-    monkeypatch.setattr(loop, "verify", broken)
+    monkeypatch.setattr(one_round, "verify", broken)
     generations = sampled(target, drafter, SAMPLES // 2, sampling=Sampling(1.0), rule=rule)
     assert p_value(generations, exact_law(target, Sampling(1.0))) < 1e-8
 
@@ -361,7 +362,7 @@ def test_what_is_known_by_heart_is_accepted(target, texts, learned):
 
 def test_a_verifier_that_counts_one_too_many_fails_the_greedy_test(target, texts, monkeypatch):
     plain = decode(target, None, texts[0], Options(max_new_tokens=LONGEST))
-    monkeypatch.setattr(loop, "verify", miscounted(1))
+    monkeypatch.setattr(one_round, "verify", miscounted(1))
     got = decode(target, tiny_drafter(target), texts[0], Options(max_new_tokens=LONGEST))
     assert replies(got) != replies(plain)
 

@@ -15,21 +15,12 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 @pytest.mark.smollm2
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
-    from draftloop.drafter.build import new_drafter
-    from draftloop.drafter.spec import spec_for
-    from draftloop.formats.zlab import save_drafter
-    from draftloop.recipe import DrafterPart
-    from draftloop.target.load import load_target
-
-    target = load_target("smollm2")
-    drafter = new_drafter(spec_for(DrafterPart(layers=1, block_size=3), target), target)
-    save_drafter(drafter, tmp_path / "runs" / "quickstart" / "drafter")
     monkeypatch.chdir(tmp_path)
     (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
     names: dict = {}
-    exec(compile(code.replace("max_new_tokens=64", "max_new_tokens=6"), "README.md", "exec"), names)
+    exec(compile(code.replace("max_new_tokens=64", "max_new_tokens=12"), "README.md", "exec"), names)
     assert names["reply"].text
-    assert names["reply"].tau == 1.0  # an untrained drafter is no use, and says so
+    assert names["reply"].tau >= 1.0
     assert capsys.readouterr().out.startswith(names["reply"].text)
 
 
@@ -51,6 +42,7 @@ def test_every_command_of_the_readme_exists(capsys):
         "docs/decisions.md",
         "docs/engines.md",
         "docs/attention.md",
+        "docs/performance.md",
     ],
 )
 def test_links_lead_somewhere(page):

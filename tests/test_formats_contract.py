@@ -17,9 +17,9 @@ from draftloop.formats.load import load_drafter
 from draftloop.formats.tensors import published_shapes
 from draftloop.target.load import load_target
 from tests import engine_sources as engines
+from tests.checkpoints import SPEC, loose, same_bits
 from tests.engine_rules import PLACES, complaints, landing, parameters, said
 from tests.test_drafter_learned_mask import learned
-from tests.test_formats import SPEC, loose, same_bits
 from tests.tiny import tiny_model, tiny_target
 
 FORMS = ("zlab", "speculators")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from draftloop.core.errors import InputError
 from draftloop.formats.export import export
 from draftloop.formats.load import load_drafter
-from tests.test_formats import SPEC, loose, refused, same_bits, specs
+from tests.checkpoints import SPEC, loose, refused, same_bits, specs
 from tests.tiny import tiny_drafter, tiny_target
 
 

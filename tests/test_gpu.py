@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from draftloop.core.errors import EnvironmentFault
 from draftloop.core.law import Sampling
-from draftloop.decode.loop import decode
+from draftloop.decode.loop import decode, engine_of
 from draftloop.decode.trace import Options, Request
 from draftloop.drafter.build import new_drafter
 from draftloop.drafter.dflash import DFlash
@@ -77,6 +80,62 @@ def test_speculative_equals_plain_on_cuda(pair, temperature):
     plain = decode(target, None, requests, options)
     fast = decode(target, drafter, requests, options)
     assert [made.tokens for made in plain] == [made.tokens for made in fast]
+
+
+WAYS = {
+    "greedy": {"sampling": Sampling()},
+    "filtered match": {"sampling": Sampling(0.7, 20, 0.9), "rule": "match"},
+    "ratio": {"sampling": Sampling(1.0), "rule": "ratio"},
+}
+
+
+@pytest.mark.parametrize("engine", ["graph", "fused"])
+@pytest.mark.parametrize("way", WAYS)
+def test_graphs_decode_what_the_eager_loop_decodes(pair, way, engine):
+    """Nine requests in four rows: rows are refilled; records included."""
+    target, drafter = pair
+    requests = [Request(tuple(range(6, 9 + i)), key=i) for i in range(9)]
+    for used in (None, drafter):
+        options = Options(40, batch_size=4, record=True, seed=3, **WAYS[way])
+        eager = decode(target, used, requests, replace(options, engine="eager"))
+        fast = decode(target, used, requests, replace(options, engine=engine))
+        for one, other in zip(eager, fast, strict=True):
+            assert (one.tokens, one.finished, len(one.steps)) == (other.tokens, other.finished, len(other.steps))
+            assert [(s.anchor, s.proposed, s.accepted) for s in one.steps] == [
+                (s.anchor, s.proposed, s.accepted) for s in other.steps
+            ]
+            for name in ("features", "hidden", "verified"):
+                a, b = getattr(one, name), getattr(other, name)
+                assert (a is None) == (b is None)
+                assert a is None or float((a - b).abs().max()) < 1e-3 * float(a.abs().max())
+
+
+def test_cuda_decodes_by_graph_unless_told_otherwise(pair):
+    target, drafter = pair
+    assert engine_of(target, drafter, Options()) == "graph"
+    assert engine_of(target, None, Options(engine="eager")) == "eager"
+
+
+def test_an_engine_gives_its_memory_back(pair):
+    target, drafter = pair
+    requests = [Request((6, 7, 8), key=i) for i in range(4)]
+    options = Options(200, batch_size=4, engine="graph")
+    held = []
+    for _ in range(4):
+        decode(target, drafter, requests, options)
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated())
+    assert held[-1] <= held[1]
+
+
+def test_a_round_that_cannot_be_captured_is_one_sentence(pair, monkeypatch):
+    target, drafter = pair
+    honest = type(drafter).begin
+    # asking the device for a value cannot be captured
+    monkeypatch.setattr(type(drafter), "begin", lambda self, cache, anchor, tokens: (
+        anchor.sum().item(), honest(self, cache, anchor, tokens))[1])  # fmt: skip
+    with pytest.raises(EnvironmentFault, match=r"cannot be captured as a CUDA graph.*engine eager"):
+        decode(target, drafter, [Request((6, 7, 8))], Options(8, engine="graph"))
 
 
 def test_a_whole_toy_run_on_cuda(tmp_path):

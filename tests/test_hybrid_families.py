@@ -11,9 +11,9 @@ from draftloop.core.errors import InputError
 from draftloop.supervise.score import scored_rows
 from draftloop.target.attention import CHUNKED, SLIDING, SoftmaxAttention
 from draftloop.target.load import _read_model, load_target
-from tests.test_proposal_tree import awkward, blocks_of, keep, worst
 from tests.test_target import worst_row
 from tests.tiny import EOS, VOCAB
+from tests.trees import awkward, blocks_of, keep, worst
 
 pytestmark = pytest.mark.hybrid
 

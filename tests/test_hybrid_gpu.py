@@ -14,8 +14,8 @@ from draftloop.target.load import load_target
 from tests.hybrid_tiny import hybrid_model
 from tests.stand_ins import requests_of
 from tests.test_decode_lossless import replies
-from tests.test_proposal_tree import awkward, blocks_of, keep
 from tests.tiny import VOCAB, tiny_drafter
+from tests.trees import awkward, blocks_of, keep
 
 pytestmark = [
     pytest.mark.hybrid,

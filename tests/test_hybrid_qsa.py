@@ -25,9 +25,10 @@ from tests.hybrid_tiny import exact_reference, hybrid_model, hybrid_target
 from tests.stand_ins import Scripted, garbled, requests_of, scripts_of, with_eos
 from tests.test_decode_lossless import replies
 from tests.test_hybrid_decoding import by_the_model
-from tests.test_proposal_tree import awkward, batches, blocks_of, keep, packed_pair, worst
+from tests.test_proposal_tree import packed_pair
 from tests.test_target import paces, worst_row
 from tests.tiny import VOCAB
+from tests.trees import awkward, batches, blocks_of, keep, worst
 
 pytestmark = pytest.mark.hybrid
 

@@ -24,18 +24,10 @@ from draftloop.target import gated_deltanet, hybrid
 from draftloop.target.load import load_target
 from tests.hybrid_tiny import exact_reference, hybrid_model, hybrid_target
 from tests.test_core_tree import plans
-from tests.test_proposal_tree import (
-    awkward,
-    batches,
-    blocks_of,
-    keep,
-    lesson_of,
-    packed_pair,
-    text,
-    worst,
-)
+from tests.test_proposal_tree import packed_pair
 from tests.test_target import paces, worst_row
 from tests.tiny import VOCAB, tiny_model
+from tests.trees import awkward, batches, blocks_of, keep, lesson_of, text, worst
 
 pytestmark = pytest.mark.hybrid
 

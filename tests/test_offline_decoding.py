@@ -229,7 +229,7 @@ def test_drafters_are_compared_on_answers_drawn_once(toy, tmp_path, monkeypatch)
     assert (found.how, found.speed, len(found.against)) == ("offline", None, 2)
     assert found.against[1][0] == found.acceptance
     assert found.against[1][1].difference == 0.0
-    monkeypatch.setattr("draftloop.supervise.responses.decode", lambda *a: pytest.fail("answered again"))
+    monkeypatch.setattr("draftloop.supervise.responses.rounds", lambda *a: pytest.fail("answered again"))
     alone = draftloop.evaluate(target, two, files, rule="ratio", **options)
     assert alone.acceptance == found.against[0][0]
     monkeypatch.undo()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
@@ -330,6 +331,27 @@ def test_vllm_itself(tmp_path):
     )  # fmt: skip
     found = summarise(read_rows(rows))
     assert found["passed"], found["sentence"]
+
+
+@pytest.mark.slow
+@pytest.mark.smollm2
+@pytest.mark.skipif(
+    not os.environ.get("DRAFTLOOP_VLLM_PYTHON"), reason="DRAFTLOOP_VLLM_PYTHON names no Python with vLLM"
+)
+def test_vllm_with_its_cpu_faults_mended_serves_the_bundled_drafter(tmp_path):
+    """A trained drafter of two layers, greedy and sampled: every step as ours, and the text drawn from the target's law."""
+    mended = Path(__file__).parents[1] / "benchmarks" / "vllm_cpu_mended" / "python"
+    command = [sys.executable, "-m", "draftloop.cli", "parity", "bundled", "--engine-python", mended, "--count", "6"]
+    done = subprocess.run(
+        [*map(str, command), "--max-new-tokens", "48", "--out", str(tmp_path), "--json"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["passed"], found["sentence"]
+    assert found["engine"]["versions"]["vllm plugin vllm_cpu_mends"] == "1"
+    assert found["temperatures"]["0"]["tau_engine"] > 1.3
+    assert abs(found["temperatures"]["1"]["law"]["z"]) < 4
 
 
 def test_asks_are_plain_json():

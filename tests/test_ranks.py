@@ -33,7 +33,7 @@ STAGES = [
     {"name": "own", "proposals": "sampled", "objective": {"kind": "forward_kl"}, "steps": 3, "evaluations": 1,
      "batch_size": 1},  # for the second process there is no lesson at all
     {"name": "mixed", "proposals": {"trunk": 0.5, "sampled": 1.0}, "objective": {"kind": "e2e_tv"}, "steps": 2,
-     "evaluations": 1, "batch_size": 3},
+     "evaluations": 1, "batch_size": 3, "branch": {"target_tokens": 160}},  # of both: fewer anchors than 16
 ]  # fmt: skip
 SHORT = f"stages={json.dumps([SFT])}"
 JOBS = {

@@ -12,7 +12,7 @@ from draftloop.core.errors import InputError
 from draftloop.core.law import Sampling
 from draftloop.data.chat import answer_text, encode_conversation, encode_turn
 from draftloop.data.prompts import Prompt
-from draftloop.decode.loop import decode
+from draftloop.decode.loop import decode, rounds
 from draftloop.decode.trace import Options, Request
 from draftloop.recipe import DataPart
 from draftloop.supervise import responses
@@ -33,11 +33,11 @@ def asked(monkeypatch):
     """Every request that was decoded, as (key, sample)."""
     seen = []
 
-    def counting(target, drafter, requests, options):
+    def counting(target, drafter, requests, options, results):
         seen.extend((request.key, request.sample) for request in requests)
-        return decode(target, drafter, requests, options)
+        return rounds(target, drafter, requests, options, results)
 
-    monkeypatch.setattr(responses, "decode", counting)
+    monkeypatch.setattr(responses, "rounds", counting)
     return seen
 
 
@@ -106,7 +106,7 @@ def test_killed_at_any_moment_it_goes_on(target, tmp_path, asked, kill):
 
 
 def test_what_was_answered_before_a_crash_is_kept(target, tmp_path, asked, monkeypatch):
-    counting, calls = responses.decode, []
+    counting, calls = responses.rounds, []
 
     def failing(*args):
         calls.append(1)
@@ -114,7 +114,7 @@ def test_what_was_answered_before_a_crash_is_kept(target, tmp_path, asked, monke
             raise KeyboardInterrupt
         return counting(*args)
 
-    monkeypatch.setattr(responses, "decode", failing)
+    monkeypatch.setattr(responses, "rounds", failing)
     with pytest.raises(KeyboardInterrupt):
         prepare_trunks(target, PROMPTS, part(), tmp_path / "a.jsonl")
     asked.clear()
@@ -141,6 +141,38 @@ def test_other_options_begin_a_fresh_file(target, tmp_path, asked, change):
     assert len(asked) == 5
     assert made == prepare_trunks(target, PROMPTS, other, tmp_path / "b.jsonl", seed=seed, greedy=greedy)
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+
+
+def test_answers_of_other_settings_are_kept_and_taken_up_again(target, tmp_path, asked):
+    file = tmp_path / "a.jsonl"
+    first = prepare_trunks(target, PROMPTS, part(), file)
+    before = file.read_bytes()
+    with pytest.warns(
+        UserWarning, match=r"max_new_tokens: 6, now 5\) and are kept as a-[0-9a-f]{16}\.jsonl; the prompts"
+    ):
+        second = prepare_trunks(target, PROMPTS, part(max_new_tokens=5), file)
+    (aside,) = tmp_path.glob("a-*.jsonl")
+    assert aside.read_bytes() == before
+    asked.clear()
+    with pytest.warns(UserWarning, match="max_new_tokens: 5, now 6.* are taken up"):
+        assert prepare_trunks(target, PROMPTS, part(), file) == first
+    with pytest.warns(UserWarning, match="are taken up"):
+        assert prepare_trunks(target, PROMPTS, part(max_new_tokens=5), file) == second
+    assert not asked, "nothing was answered twice"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_book_from_before_settings_were_written_out_is_continued(target, tmp_path, asked):
+    file = tmp_path / "a.jsonl"
+    prepare_trunks(target, PROMPTS, part(), file)
+    head, *rest = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    old = {key: value for key, value in json.loads(head).items() if key != "settings"}
+    file.write_text("".join([json.dumps(old) + "\n", *rest]), encoding="utf-8")
+    asked.clear()
+    prepare_trunks(target, PROMPTS, part(), file)
+    assert not asked
+    with pytest.warns(UserWarning, match="another response"):
+        prepare_trunks(target, PROMPTS, part(max_new_tokens=5), file)
 
 
 def test_another_question_under_the_same_id_is_asked_anew(target, tmp_path, asked):

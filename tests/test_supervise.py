@@ -1,8 +1,7 @@
-"""Anchors, proposals, teacher rows, features and rollouts against slow recomputation."""
+"""Anchors, proposals, teacher rows against slow recomputation."""
 
 from __future__ import annotations
 
-import struct
 from dataclasses import replace
 
 import pytest
@@ -11,21 +10,28 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from draftloop.core.blocks import Blocks
-from draftloop.core.draws import key_of
 from draftloop.core.errors import InputError
-from draftloop.core.law import Sampling
-from draftloop.core.weights import write_tensors
 from draftloop.data.trunk import Trunk
-from draftloop.decode.loop import decode
-from draftloop.decode.trace import Options, Request, Step
-from draftloop.recipe import RolloutPart, StagePart
+from draftloop.decode.trace import Step
 from draftloop.supervise.anchors import choose
-from draftloop.supervise.batch import supervise
-from draftloop.supervise.lesson import FeatureStore, Lesson
-from draftloop.supervise.propose import greedy_run, recorded_blocks, trunk_blocks, trunk_run
-from draftloop.supervise.rollout import load_rollout, roll_out, save_rollout
+from draftloop.supervise.lesson import Lesson
+from draftloop.supervise.propose import recorded_blocks, trunk_blocks, trunk_run
 from draftloop.supervise.score import recorded_rows, scored_rows
-from tests.lessons import DRAFTED, DRAFTERS, KINDS, LENGTH, close, plain_hidden, rolled, same_law, world
+from tests.lessons import (
+    DRAFTED,
+    DRAFTERS,
+    KINDS,
+    LENGTH,
+    close,
+    plain_hidden,
+    rolled,
+    same_law,
+    scored,
+    stage,
+    trunk_of,
+    two_turns,
+    world,
+)
 
 CPU = torch.device("cpu")
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -33,29 +39,8 @@ quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCh
 masks = st.lists(st.booleans(), min_size=1, max_size=24).map(lambda rest: (False, *rest)).filter(any)
 
 
-def trunk_of(mask, *, id="m", tokens=None) -> Trunk:
-    return Trunk(id, "s", 0, tuple(tokens or range(100, 100 + len(mask))), tuple(mask), True)
-
-
 def step_at(anchor: int) -> Step:
     return Step(anchor, (0,) * DRAFTED, (0.0,) * DRAFTED, 0, 1)
-
-
-def two_turns(here) -> Lesson:
-    tokens = here.trunks[1].tokens
-    mask = (False, False, *[True] * 6, False, False, *[True] * (len(tokens) - 10))
-    return Lesson(Trunk("two", "s", 0, tokens, mask, True))
-
-
-def stage(**cells) -> StagePart:
-    return StagePart(name="s", **cells)
-
-
-def scored(part, lessons, drafter, here, *, visits=None, seed=0, need_teacher=True):
-    return supervise(
-        part, lessons, visits or [0] * len(lessons), target=here.target, drafter=drafter, store=here.store(),
-        seed=seed, need_teacher=need_teacher,
-    )  # fmt: skip
 
 
 # anchors -------------------------------------------------------------------------------------------------------------
@@ -309,326 +294,3 @@ def test_features_of_a_rollout_are_those_of_its_trunk(kind):
         assert lesson.features.shape == again.features.shape == (len(lesson.trunk) - 1, 2 * here.target.hidden_size)
         assert close(lesson.features, again.features)
         assert close(lesson.hidden, again.hidden)
-
-
-# drafted anew --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_redraft_with_unchanged_weights_repeats_the_rollout(kind, name):
-    here, drafter = world(kind), world(kind).drafters[name]
-    cells = {"trunks": "rollout", "anchors": "rollout", "anchors_per_sequence": 99}
-    lessons = rolled(kind, name)
-    old = scored(stage(proposals="recorded", **cells), lessons, drafter, here)
-    new = scored(stage(proposals="redraft", **cells), lessons, drafter, here)
-    assert torch.equal(new.blocks.tokens, old.blocks.tokens)
-    room = torch.tensor([len(lessons[r].trunk) - 1 - a for r, a in zip(*_cells(old.blocks), strict=True)])
-    inside = torch.arange(DRAFTED) < room.unsqueeze(1)
-    assert torch.equal(new.blocks.valid, old.blocks.valid & inside)  # a redraft teaches nothing behind the trunk's end
-    assert torch.equal(new.blocks.accepted, old.blocks.accepted)
-    assert same_law(here.target, new.teacher[new.blocks.valid], old.teacher[new.blocks.valid])
-    assert torch.equal(new.labels[new.blocks.valid], old.labels[new.blocks.valid])
-
-
-def _cells(blocks):
-    return blocks.row.tolist(), blocks.anchor.tolist()
-
-
-@pytest.mark.parametrize("trunks", ["greedy", "sampled"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_redraft_from_any_anchor_is_verified_on_its_own_prefix(kind, trunks):
-    here = world(kind)
-    target, ends = here.target, set(here.target.eos_ids)
-    lessons = [*here.lessons(), two_turns(here)] if trunks == "greedy" else rolled(kind, temperature=1.0)
-    drafter = here.drafters["patchy"]
-    found = scored(stage(proposals="redraft", anchors_per_sequence=7), lessons, drafter, here, seed=4)
-    store = here.store()
-    store.fill(lessons)
-    seen = set()
-    for i, (row, anchor) in enumerate(zip(*_cells(found.blocks), strict=True)):
-        trunk = lessons[row].trunk
-        token = torch.tensor([[trunk.tokens[anchor]]])
-        alone = drafter(lessons[row].features[:anchor].unsqueeze(0), torch.tensor([[anchor]]), token)[0, 0]
-        drafts = target.readout.logits(alone).argmax(-1).tolist()
-        assert found.blocks.tokens[i].tolist() == drafts
-        prefix, run, alive = list(trunk.tokens[: anchor + 1]), 0, True
-        for k, draft in enumerate(drafts):
-            gapless = all((*trunk.mask, False)[anchor + 1 : anchor + k + 2]) and anchor + k + 1 < len(trunk)
-            there = gapless and not ends & set(drafts[:k])
-            assert bool(found.blocks.valid[i, k]) == there
-            row_p = plain_hidden(target, prefix)[-1]
-            choice = int(target.readout.logits(row_p).argmax())
-            alive = alive and choice == draft
-            run += alive and there
-            assert bool(found.blocks.accepted[i, k]) == (alive and there)
-            if there:
-                assert same_law(target, found.teacher[i, k], row_p)
-                if alive or not any(found.blocks.valid[i, :k] & ~found.blocks.accepted[i, :k]):
-                    assert int(found.labels[i, k]) == choice  # what greedy verification commits here
-            prefix.append(draft)
-        seen.add(run)
-    if trunks == "greedy":
-        assert {0, 1, DRAFTED} <= seen
-
-
-def test_greedy_run_reads_no_row_behind_the_first_difference():
-    here = world("llama")
-    reads = []
-
-    class Counting:
-        def logits(self, hidden):
-            reads.append(len(hidden))
-            return here.target.readout.logits(hidden)
-
-    hidden = plain_hidden(here.target, here.trunks[0].tokens)[: 3 * DRAFTED].view(3, DRAFTED, -1)
-    own = here.target.readout.logits(hidden).argmax(-1)
-    wrong = own.clone()
-    wrong[0, 0] += 1
-    wrong[1, 2] += 1
-    assert greedy_run(hidden, wrong, Counting()).tolist() == [0, 2, DRAFTED]
-    assert reads == [3, 2, 2, 1]
-    assert greedy_run(hidden[:0], wrong[:0], Counting()).tolist() == []
-
-
-# labels --------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_reads_labels_alone_has_one_at_every_position(kind):
-    """Cross-entropy on recorded or redrafted blocks: every position taught lies on the trunk."""
-    here = world(kind)
-    lessons = rolled(kind)
-    cells = {"trunks": "rollout", "anchors": "rollout", "anchors_per_sequence": 99, "objective": {"kind": "ce"}}
-    for proposals in ("recorded", "redraft"):
-        part = stage(proposals=proposals, **cells)
-        found = scored(part, lessons, here.drafters["patchy"], here, need_teacher=False)
-        for i, k in found.blocks.valid.nonzero().tolist():
-            trunk = lessons[int(found.blocks.row[i])].trunk
-            place = int(found.blocks.anchor[i]) + k + 1
-            assert place < len(trunk)
-            assert int(found.labels[i, k]) == trunk.tokens[place]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_labels_of_a_redraft_make_one_text(kind):
-    """On a sampled trunk the redraft may leave it: then nothing is taught behind what was committed."""
-    here = world(kind)
-    lessons = rolled(kind, temperature=1.0)
-    part = stage(proposals="redraft", anchors="all", objective={"kind": "ce"})
-    left = 0
-    for name in ("patchy", "overfit"):
-        found = scored(part, lessons, here.drafters[name], here, need_teacher=False)
-        full = scored(part, lessons, here.drafters[name], here)
-        for i, (row, anchor) in enumerate(zip(*_cells(found.blocks), strict=True)):
-            trunk = lessons[row].trunk
-            n = int(found.blocks.valid[i].sum())
-            assert bool(found.blocks.valid[i, :n].all())
-            assert n >= 1
-            run = int(full.blocks.accepted[i].sum())
-            request = Request(trunk.tokens[: anchor + 1])
-            (greedy,) = decode(here.target, None, [request], Options(DRAFTED))
-            own = trunk.tokens[anchor + 1 : anchor + 1 + n]
-            labels = found.labels[i, :n].tolist()
-            committed = min(run + 1, n)
-            assert labels[:committed] == greedy.tokens[:committed]
-            if n > committed:  # only where the trunk goes on from what was committed
-                assert tuple(labels) == own
-            left += tuple(labels) != own
-            assert torch.equal(found.labels[i, :n], full.labels[i, :n])
-    assert left > 20
-
-
-# features ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", KINDS)
-def test_filling_in_mixed_lengths_equals_one_by_one(kind):
-    here = world(kind)
-    for at_once in (1, 40, 4096):
-        together = here.lessons()
-        here.store().fill(together, tokens_at_once=at_once)
-        for lesson in together:
-            alone = Lesson(lesson.trunk)
-            here.store().fill([alone])
-            assert close(lesson.features, alone.features)
-            assert close(lesson.hidden, alone.hidden)
-            assert same_law(here.target, lesson.hidden, plain_hidden(here.target, lesson.trunk.tokens)[:-1])
-
-
-class Counted:
-    """A target that counts its forwards."""
-
-    def __init__(self, target):
-        self.inner, self.version, self.texts, self.widest = target, 0, 0, 0
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    def extend(self, cache, ids, positions, taps=()):
-        self.texts += len(ids)
-        self.widest = max(self.widest, ids.numel())
-        return self.inner.extend(cache, ids, positions, taps)
-
-
-def test_the_store_keeps_its_budget():
-    here = world("llama")
-    lessons = here.lessons()
-    size = [(len(t) - 1) * here.target.hidden_size * 3 * 4 for t in here.trunks]  # two taps and the hidden row
-    target = Counted(here.target)
-    store = FeatureStore(target, (0, 2), sum(size[:2]) + 5)
-    for lesson in lessons:
-        store.fill([lesson])
-        assert lesson.nbytes == size[lessons.index(lesson)]
-        store.release([lesson])
-    kept = [lesson for lesson in lessons if lesson.features is not None]
-    assert kept == lessons[:2]
-    assert all(lesson.hidden is None for lesson in lessons[2:])
-    assert sum(lesson.nbytes for lesson in lessons) <= store.budget
-    assert target.texts == 5
-    first = [lesson.features.clone() for lesson in kept]
-    store.fill(lessons)
-    assert target.texts == 8  # the three that were let go
-    assert all(torch.equal(a, lesson.features) for a, lesson in zip(first, kept, strict=True))
-    store.release(lessons)
-    store.release(lessons)  # again: nothing is counted twice
-    assert [lesson.features is not None for lesson in lessons] == [True, True, False, False, False]
-    nothing = FeatureStore(Counted(here.target), (0, 2), 0)
-    nothing.fill(lessons[2:])
-    nothing.release(lessons[2:])
-    assert all(lesson.features is None for lesson in lessons[2:])
-
-
-def test_the_store_batches_within_its_limit():
-    here = world("llama")
-    target = Counted(here.target)
-    store = FeatureStore(target, (0, 2), 1e9)
-    store.fill(here.lessons(), tokens_at_once=50)
-    assert target.texts == 5
-    assert target.widest <= 50
-
-
-def test_new_weights_of_the_target_make_features_anew():
-    here = world("llama")
-    target = Counted(here.target)
-    store = FeatureStore(target, (0, 2), 1e9)
-    lessons = here.lessons()
-    store.fill(lessons)
-    store.release(lessons[:4])
-    store.fill(lessons)
-    assert target.texts == 5
-    target.version += 1
-    store.fill(lessons)
-    assert target.texts == 10  # the one that was in use when they changed, too
-    store.release(lessons)
-    store.fill(lessons)
-    assert target.texts == 10
-    assert all(lesson.features is not None for lesson in lessons)
-
-
-def test_a_rollout_keeps_its_rows_whatever_the_budget():
-    here = world("llama")
-    lessons = rolled("llama")
-    store = here.store(budget=0)
-    store.fill(lessons)
-    store.release(lessons)
-    assert all(lesson.features is not None and lesson.verified is not None for lesson in lessons)
-
-
-# rollouts on disk ----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("teacher", ["store", "recompute"])
-def test_a_rollout_is_read_back_bit_for_bit(tmp_path, teacher):
-    here = world("qwen3")
-    part = RolloutPart(temperature=0.7, rule="ratio", teacher=teacher)
-    lessons = roll_out(here.target, here.drafters["half"], here.trunks, part, max_new_tokens=9, seed=1, visit=2)
-    assert all((lesson.verified is None) == (teacher == "recompute") for lesson in lessons)
-    assert all(lesson.trunk.sample == 2 for lesson in lessons)
-    save_rollout(tmp_path / "r.safetensors", lessons)
-    again = load_rollout(tmp_path / "r.safetensors", CPU)
-    assert len(again) == len(lessons)
-    for a, b in zip(lessons, again, strict=True):
-        assert a.trunk == b.trunk
-        assert a.steps == b.steps
-        for name in ("features", "hidden", "verified"):
-            mine, theirs = getattr(a, name), getattr(b, name)
-            assert (mine is None) == (theirs is None)
-            if mine is not None:
-                assert mine.dtype == theirs.dtype
-                assert torch.equal(mine, theirs)
-
-
-def test_a_rollout_in_bfloat16_is_read_back_too(tmp_path):
-    lessons = [replace(lesson, features=lesson.features.bfloat16()) for lesson in rolled("llama")]
-    save_rollout(tmp_path / "r.safetensors", lessons)
-    again = load_rollout(tmp_path / "r.safetensors", CPU)
-    assert all(torch.equal(a.features, b.features) for a, b in zip(lessons, again, strict=True))
-    assert again[0].features.dtype == torch.bfloat16
-
-
-def test_a_broken_rollout_file_is_the_users_to_mend(tmp_path):
-    file = tmp_path / "r.safetensors"
-    with pytest.raises(InputError):
-        load_rollout(file, CPU)
-    save_rollout(file, rolled("llama"))
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-7])
-    with pytest.raises(InputError, match="bytes"):
-        load_rollout(file, CPU)
-    for metadata in (None, {"lessons": "[]"}, {"schema": "0", "lessons": "[]"}, {"schema": "1"}):
-        write_tensors(file, {"x": torch.zeros(2)}, metadata)
-        with pytest.raises(InputError, match="rollout"):
-            load_rollout(file, CPU)
-
-
-def test_a_rollout_of_many_steps_is_no_long_header(tmp_path):
-    """The format refuses headers above 100 MB: nothing that grows with the tokens may stand in one."""
-    (lesson, *_) = rolled("llama")
-    tokens = (1, *range(2, 5000))
-    mask = (False, *[True] * (len(tokens) - 1))
-    steps = tuple(Step(a, (1, 2, 3, 4), (-0.1, -0.2, -1 / 3, -1e-9), 1, 2) for a in range(1, 4999, 2))
-    long = Lesson(replace(lesson.trunk, tokens=tokens, mask=mask), steps=steps)
-    save_rollout(tmp_path / "r.safetensors", [long, long])
-    (header,) = struct.unpack("<Q", (tmp_path / "r.safetensors").read_bytes()[:8])
-    assert header < 2000
-    again = load_rollout(tmp_path / "r.safetensors", CPU)
-    assert [(one.trunk, one.steps) for one in again] == [(long.trunk, steps)] * 2
-
-
-def test_rolling_out_leaves_out_what_has_no_verification():
-    here = world("llama")
-    part = RolloutPart()
-    with pytest.raises(InputError, match="long enough"):
-        roll_out(here.target, here.drafters["half"], here.trunks, part, max_new_tokens=1, seed=0, visit=0)
-    first = here.trunks[0].tokens[here.trunks[0].first]
-    ends, here.target.eos_ids = here.target.eos_ids, (first,)
-    try:
-        lessons = roll_out(here.target, here.drafters["half"], here.trunks, part, max_new_tokens=6, seed=0, visit=0)
-    finally:
-        here.target.eos_ids = ends
-    assert "p0" not in [lesson.trunk.id for lesson in lessons]  # it ended in its first token
-    assert all(lesson.steps and lesson.anchors() for lesson in lessons)
-
-
-@pytest.mark.parametrize("rule", ["match", "ratio"])
-def test_a_rollout_is_decoding_with_those_options(rule):
-    here, drafter = world("qwen3"), world("qwen3").drafters["half"]
-    part = RolloutPart(temperature=0.8, rule=rule, batch_size=2)
-    lessons = roll_out(here.target, drafter, here.trunks, part, max_new_tokens=8, seed=5, visit=3)
-    for trunk, lesson in zip(here.trunks, lessons, strict=True):
-        request = Request(trunk.prompt, key_of(f"{trunk.id}#0"), 3)
-        (made,) = decode(here.target, drafter, [request], Options(8, Sampling(0.8), rule, seed=5))
-        assert lesson.trunk == replace(trunk, tokens=lesson.trunk.tokens, mask=lesson.trunk.mask, sample=3,
-                                       finished=made.finished, drawn=Sampling(0.8))  # fmt: skip
-        assert lesson.trunk.tokens == (*trunk.prompt, *made.tokens)
-        assert [replace(s, log_q=()) for s in lesson.steps] == [replace(s, log_q=()) for s in made.steps]
-    drawn = [score for lesson in lessons for step in lesson.steps for score in step.log_q]
-    assert all(score == 0 for score in drawn) == (rule == "match")  # an argmax, or drawn from q
-
-
-def test_visits_and_answers_of_a_prompt_are_drawn_apart():
-    here = world("llama")
-    part = RolloutPart(temperature=1.0)
-    asked = [here.trunks[0], replace(here.trunks[0], sample=1)]
-
-    def answers(visit, trunks):
-        made = roll_out(here.target, here.drafters["half"], trunks, part, max_new_tokens=12, seed=0, visit=visit)
-        return [lesson.trunk.tokens for lesson in made]
-
-    assert answers(0, asked[:1]) == answers(0, asked)[:1]
-    assert answers(0, asked[:1]) != answers(1, asked[:1])
-    a, b = answers(0, asked)
-    assert a != b  # two training answers of one prompt are two rollouts, not one rollout twice

@@ -33,6 +33,13 @@ class TargetPart(Part):
     revision: str | None = Field(None, description="hub revision")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto = bfloat16")
     device: str = Field("auto", description="auto = cuda where there is a GPU, else cpu")
+    tree_attention: Literal["auto", "dense", "flex"] = Field(
+        "auto", description="masks of trunks with branches; flex = FlexAttention; auto = flex for long rows on CUDA"
+    )
+    engine: Literal["auto", "eager", "graph", "fused"] = Field(
+        "auto",
+        description="how texts are decoded: graph = a CUDA graph a round, auto on CUDA; fused = compiled too; eager",
+    )
     trust_remote_code: bool = Field(
         False, description="run Python code that comes with the model; off unless you say so"
     )
@@ -49,9 +56,7 @@ class ResponsePart(Part):
     samples: int = Field(1, ge=1, description="answers per training prompt; more than one needs a temperature above 0")
     batch_size: int = Field(16, ge=1, description="prompts answered at a time")
     server: str | None = Field(
-        None,
-        description="a running OpenAI-compatible server of the target answers instead, e.g. http://127.0.0.1:8000/v1; "
-        "its tokens are checked against ours",
+        None, description="URL of a running OpenAI-compatible server that answers instead; its tokens are checked"
     )
     server_model: str | None = Field(None, description="name of the model on the server; default: the only one there")
     server_concurrency: int = Field(16, ge=1, description="requests under way at a time")
@@ -60,13 +65,9 @@ class ResponsePart(Part):
     )
 
     @model_validator(mode="after")
-    def _check_address(self) -> ResponsePart:
+    def _check_server(self) -> ResponsePart:
         if self.server is not None and not self.server.startswith(("http://", "https://")):
             raise ValueError(f"server {self.server!r} is no URL; write it like http://127.0.0.1:8000/v1")
-        return self
-
-    @model_validator(mode="after")
-    def _check_server(self) -> ResponsePart:
         if self.server is None and (self.server_model or self.server_key_env):
             raise ValueError("server_model and server_key_env mean nothing without server; name the server's URL")
         return self
@@ -83,9 +84,7 @@ class DataPart(Part):
 
     dir: str = Field(".", description="folder that relative file names start from")
     train: list[str] = Field(default_factory=list, description="prompt files; `builtin:train` = the ones we ship")
-    validation: list[str] = Field(
-        default_factory=list, description="choose the best checkpoint; empty = split off train"
-    )
+    validation: list[str] = Field(default_factory=list, description="choose the checkpoint; empty = split off train")
     test: list[str] = Field(default_factory=list, description="reported once, at the end; empty = split off train")
     limit: int | None = Field(None, ge=1, description="use at most this many prompts of each split")
     max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are left out (and counted)")
@@ -99,7 +98,9 @@ class DrafterPart(Part):
     """The model that proposes."""
 
     family: Literal["dflash"] = Field("dflash", description="architecture; dflash drafts a whole block in one forward")
-    init: str | None = Field(None, description="a drafter directory to start from; the shape then comes from it")
+    init: str | None = Field(
+        None, description="a drafter directory, or `bundled`, to start from; the shape then comes from it"
+    )
     block_size: int = Field(8, ge=2, description="anchor slot + drafted slots: block_size - 1 tokens are drafted")
     layers: int = Field(2, ge=1, description="decoder layers of the drafter")
     target_layers: list[int] | None = Field(
@@ -166,6 +167,11 @@ class ObjectivePart(Part):
         ge=1,
         description="rows whose logits are held at a time (memory: chunk x vocabulary x 4 bytes, a few times)",
     )
+    kernel: Literal["auto", "eager", "triton"] = Field(
+        "auto",
+        description="triton: loss and readout in one kernel that holds no logits (CUDA, bfloat16 or float32 readouts); "
+        "eager: in chunks of rows; auto: the faster of the two on this machine, as measured",
+    )
 
     @model_validator(mode="after")
     def _check_temperature(self) -> ObjectivePart:
@@ -202,12 +208,13 @@ class BranchPart(Part):
     state: Literal["recompute", "keep"] = Field(
         "recompute",
         description="the trunk's keys and values: run through the target again with its branches, or keep them within "
-        "feature_memory_gb and feed the branches alone; the same numbers",
+        "feature_memory_gb (and feature_disk_gb) and feed the branches alone; the same numbers",
     )
     target_tokens: int | None = Field(
         None,
         ge=1,
-        description="most trunk and branch tokens in one target forward; fewer anchors are taken to stay within it",
+        description="most trunk and branch tokens of one forward, in all processes together; fewer anchors are taken "
+        "to stay within it",
     )
 
 
@@ -338,7 +345,10 @@ class Recipe(Part):
         "auto", description="compute type in training; weights stay float32. auto = bfloat16"
     )
     feature_memory_gb: float = Field(
-        4.0, gt=0, description="budget for trunk features kept in memory; beyond it they are recomputed"
+        4.0, gt=0, description="budget for trunk features kept in memory; beyond it they go to disk, or are recomputed"
+    )
+    feature_disk_gb: float = Field(
+        0.0, ge=0, description="budget of all processes for those beyond it, in the run directory while it is trained"
     )
     target: TargetPart = Field(default_factory=TargetPart)
     data: DataPart = Field(default_factory=DataPart)

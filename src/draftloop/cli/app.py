@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Annotated, Literal
 import typer
 
 from draftloop.core.version import VERSION
+from draftloop.formats.bundled_drafter import named_folder
 
 app = typer.Typer(
     name="draftloop",
@@ -34,6 +36,10 @@ Out = Annotated[Path | None, typer.Option("--out", "-o", help="Run directory (de
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output, and nothing else.")]
 TargetName = Annotated[str, typer.Option("--target", "-t", help="Checkpoint folder, hub id, or smollm2 (embedded).")]
 Files = Annotated[list[str], typer.Option("--prompts", "-p", help="Prompt file, or builtin:test; may be repeated.")]
+EngineName = Annotated[
+    Literal["auto", "eager", "graph", "fused"],
+    typer.Option("--engine", help="How texts are decoded; auto = graph on CUDA where it can be, else eager."),
+]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python that comes with the checkpoint.")]
 
 
@@ -64,6 +70,30 @@ def say(as_json: bool) -> Callable[[str], None]:
     return lambda text: print(text, file=sys.stderr if as_json else sys.stdout, flush=True)
 
 
+def engine_target(name: str | None) -> str | None:
+    """What an engine is to load a target from: the whole path of a folder, or a hub id; None stays None.
+
+    Raises:
+        InputError: it is written like a path, and there is no checkpoint.
+    """
+    from draftloop.core.errors import InputError
+    from draftloop.target.embedded import embedded_target
+    from draftloop.target.load import EMBEDDED
+
+    if name is None:
+        return None
+    if name == EMBEDDED:
+        return str(embedded_target())
+    local = Path(name).expanduser()
+    if (local / "config.json").is_file():
+        return str(local.resolve())
+    if local.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
+        what = "the folder has no config.json" if local.is_dir() else "there is no such target folder"
+        raise InputError(what, where=name, fix="Give --target the target's checkpoint folder or its hub id.")
+    return name
+
+
 def drafter_folder(path: Path) -> Path:
-    """A run directory stands for its drafter."""
+    """A run directory stands for its drafter, `bundled` for the one that comes with the project."""
+    path = named_folder(path)
     return path / "drafter" if (path / "drafter" / "config.json").is_file() else path

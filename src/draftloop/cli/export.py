@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from draftloop.cli.app import AsJson, app, drafter_folder
+from draftloop.cli.app import AsJson, app, drafter_folder, engine_target
 
 
 @app.command()
@@ -21,7 +22,9 @@ def export(
     form: Annotated[
         Literal["zlab", "speculators"], typer.Option(help="zlab: vLLM and SGLang read it; speculators: vLLM alone.")
     ] = "zlab",
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Where to (default: RUN/export-ENGINE).")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Where to (default: RUN/export-ENGINE[-speculators]).")
+    ] = None,
     target: Annotated[
         str | None,
         typer.Option("--target", "-t", help="Folder or hub id under which the engine finds the target."),
@@ -41,10 +44,12 @@ def export(
 
     folder = drafter_folder(run)
     drafter = load_drafter(folder)
-    name = _found(target or drafter.spec.made_for.get("target"))
+    name = engine_target(target or drafter.spec.made_for.get("target"))
+    unsure = _unlike(name, drafter.spec.made_for)
+    place = f"export-{engine}" if form == "zlab" else f"export-{engine}-{form}"
     made = run_export(
         drafter,
-        out or run / f"export-{engine}",
+        out or (run / place if run.exists() else Path(f"{run}-{place}")),  # the bundled drafter: not into the package
         engine=engine,
         form=form,
         target_name=name,
@@ -52,24 +57,42 @@ def export(
         history=read_history(run),
         objective=objective_of(folder),
     )
+    notes = [*made.notes, *([unsure] if unsure else [])]
     if as_json:
         commands = {each: list(command) for each, command in made.commands.items()}
         facts = {"folder": str(made.folder), "form": made.form, "target": name, "files": list(made.files)}
-        print(json.dumps({**facts, "commands": commands, "notes": list(made.notes)}, indent=2))
+        print(json.dumps({**facts, "commands": commands, "notes": notes}, indent=2))
         return
     print(f"Exported to {made.folder} ({', '.join(made.files)}).")
     for each, command in made.commands.items():
         print(f"\n{TITLES[each]}:\n  {shlex.join(command)}")
-    for note in made.notes:
+    for note in notes:
         print(f"\nNote: {note}")
 
 
-def _found(target: str | None) -> str | None:
-    """The embedded target's name means a folder, which is what an engine must be told."""
-    from draftloop.target.embedded import embedded_target
-    from draftloop.target.load import EMBEDDED
+def _unlike(name: str | None, made_for: dict[str, Any]) -> str:
+    """A sentence where the target is not, or may not be, the one that the drafter was trained for; else empty."""
+    known = made_for.get("target_fingerprint")
+    if name is None or known is None:
+        return ""
+    if not Path(name).is_dir():
+        return f"{name} is no folder here, so it is taken as a hub id, and its weights were not compared."
+    size = sum(file.stat().st_size for file in Path(name).glob("*.safetensors"))
+    if size > 0.5 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        return f"{name} is too large for the memory that is free here, so its weights were not compared."
+    from draftloop.core.errors import DraftloopError
+    from draftloop.target.load import load_target
 
-    return str(embedded_target()) if target == EMBEDDED else target
+    try:
+        found = load_target(name, device="cpu").fingerprint
+    except DraftloopError as error:  # an engine may read what we cannot
+        return f"the weights in {name} were not compared ({error.what})."
+    if found == known:
+        return ""
+    return (
+        f"the target in {name} ({found}) is not the one that the drafter was trained for ({made_for.get('target')},"
+        f" {known}): output stays exact, but fewer tokens may be accepted."
+    )
 
 
 def _architectures(target: str | None) -> list[str]:

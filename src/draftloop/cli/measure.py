@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from draftloop.cli.app import AsJson, Files, TargetName, Trust, app, drafter_folder
+from draftloop.cli.app import AsJson, EngineName, Files, TargetName, Trust, app, drafter_folder
 from draftloop.core.errors import EnvironmentFault, InputError
 
 
@@ -36,6 +36,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(min=1, help="Use at most this many prompts.")] = None,
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="Of the target.")] = "auto",
     cache: Annotated[Path, typer.Option(help="Where the target's answers are kept.")] = Path("runs/evaluate"),
+    engine: EngineName = "auto",
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ) -> None:
@@ -57,6 +58,7 @@ def evaluate(
     if len(drafters) > 1 and not offline:
         raise InputError("several drafters are compared offline only", where=str(drafters[1]), fix="Add --offline.")
     loaded = api.load_target(target, dtype=dtype, trust_remote_code=trust_remote_code)
+    loaded.engine = engine
     model, *others = [api.load_drafter(drafter_folder(one), loaded) for one in drafters]
     with reporting("evaluate", unit="responses", silent=as_json) as advance:
         found = api.evaluate(
@@ -110,6 +112,7 @@ def audit(
     target: TargetName = "smollm2",
     count: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 64,
+    engine: EngineName = "auto",
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ) -> None:
@@ -119,6 +122,7 @@ def audit(
 
     asked = [list(p.question) for p in read_prompts(prompts, Path("."), count)]
     loaded = api.load_target(target, dtype="float32", trust_remote_code=trust_remote_code)
+    loaded.engine = engine
     found = api.audit(loaded, api.load_drafter(drafter_folder(drafter), loaded), asked, max_new_tokens=max_new_tokens)
     if as_json:
         print(json.dumps(asdict(found), indent=2))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from draftloop.cli.app import AsJson, Files, TargetName, Trust, app, drafter_folder, say
+from draftloop.cli.app import AsJson, Files, TargetName, Trust, app, drafter_folder, engine_target, say
 from draftloop.core.errors import InputError
 
 
@@ -60,7 +60,7 @@ def parity(
     from draftloop.engines.vllm import chosen_python, read_rows
     from draftloop.formats.load import load_drafter
     from draftloop.target.load import load_target
-    from draftloop.train.material import command, hardware, versions
+    from draftloop.train.material import alone, command, hardware, versions
     from draftloop.train.progress import reporting
 
     found_engine = find_engine(engine, chosen_python(engine_python))
@@ -78,21 +78,22 @@ def parity(
     served = exported or folder
     if not (served / "config.json").is_file():
         raise InputError("there is no checkpoint", where=str(served), fix="Give the folder that the engine is to load.")
-    rows = compare(
-        loaded,
-        drafter,
-        questions,
-        found_engine,
-        target_folder=_target_folder(target),
-        served=served,
-        folder=out,
-        setting=setting,
-        facts={"command": command(), "versions": versions(), "hardware": hardware()},
-        advance=lambda what: reporting(what, unit="answers", silent=as_json),
-    )
-    found = summarise(read_rows(rows))
-    if diagnose:
-        found["diagnosis"] = _diagnosis(loaded, drafter, served, questions, out, setting, as_json)
+    with alone(out):
+        rows = compare(
+            loaded,
+            drafter,
+            questions,
+            found_engine,
+            target_folder=engine_target(target) or target,
+            served=served,
+            folder=out,
+            setting=setting,
+            facts={"command": command(), "versions": versions(), "hardware": hardware()},
+            advance=lambda what: reporting(what, unit="answers", silent=as_json),
+        )
+        found = summarise(read_rows(rows))
+        if diagnose:
+            found["diagnosis"] = _diagnosis(loaded, drafter, served, questions, out, setting, as_json)
     if as_json:
         print(json.dumps(found, indent=2))
     else:
@@ -103,17 +104,6 @@ def parity(
             console.print(part["sentence"], highlight=False, markup=False)
     if not (found["passed"] and found["lawful"]):
         raise typer.Exit(1)
-
-
-def _target_folder(target: str) -> str:
-    """What the engine loads: the embedded target has a folder of its own."""
-    from draftloop.target.embedded import embedded_target
-    from draftloop.target.load import EMBEDDED
-
-    if target == EMBEDDED:
-        return str(embedded_target())
-    local = Path(target).expanduser()
-    return str(local.resolve()) if local.exists() else target
 
 
 def _diagnosis(

@@ -9,18 +9,24 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from draftloop.cli.app import Trust, app, drafter_folder
+from draftloop.cli.app import Trust, app, drafter_folder, engine_target
 from draftloop.core.errors import InputError
 
 
 @app.command()
 def serve(
     run: Annotated[Path, typer.Argument(help="A run directory, an exported drafter, or any drafter folder.")],
-    extra: Annotated[list[str] | None, typer.Argument(help="After --: more arguments for the engine.")] = None,
+    extra: Annotated[
+        list[str] | None, typer.Argument(help="After --: more arguments for the engine; they win over ours.")
+    ] = None,
     engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="Who serves.")] = "vllm",
     engine_python: Annotated[
-        Path, typer.Option("--engine-python", help="The Python of the environment that the engine is installed in.")
-    ] = Path(sys.executable),
+        Path | None,
+        typer.Option(
+            "--engine-python",
+            help="The Python of the environment that the engine is installed in (default: the one that runs this).",
+        ),
+    ] = None,
     target: Annotated[
         str | None, typer.Option("--target", "-t", help="Folder, hub id, or smollm2; default: the drafter's own.")
     ] = None,
@@ -39,39 +45,28 @@ def serve(
     from draftloop.engines.serve import find_engine, in_environment, run_engine, shell_line
     from draftloop.formats.history import objective_of
     from draftloop.formats.load import load_drafter
-    from draftloop.formats.serving import OVERLAP_OBJECTIVES, caveats, check_served, serve_command
-    from draftloop.target.embedded import embedded_target
-    from draftloop.target.load import EMBEDDED
+    from draftloop.formats.serving import OVERLAP_OBJECTIVES, caveats, check_served, plain_command, serve_command
 
-    found = find_engine(engine, engine_python)  # first: a wrong path should not cost an export
+    found = find_engine(engine, engine_python or Path(sys.executable))  # first: a wrong path should not cost an export
     folder, facts = _folder(run, engine, target)
     spec = load_drafter(folder).spec
     check_served(engine, facts.get("form", "zlab"), spec)
-    name = target or facts.get("target") or spec.made_for.get("target")
-    if not name:
+    name = engine_target(target or facts.get("target") or spec.made_for.get("target"))
+    if name is None:
         raise InputError("the drafter does not say which target it was made for", where=str(run), fix="Give --target.")
-    name = str(embedded_target()) if name == EMBEDDED else str(name)
-    more = [
-        "--host",
-        host,
-        "--port",
-        str(port),
-        *(["--trust-remote-code"] if trust_remote_code else []),
-        *(extra or []),
-    ]
+    own = [["--host", host], ["--port", str(port)], *([["--trust-remote-code"]] if trust_remote_code else [])]
+    given = {word.split("=")[0] for word in extra or []}
+    more = [*(word for words in own if words[0] not in given for word in words), *(extra or [])]
     probabilistic = bool(facts.get("probabilistic", objective_of(folder) in OVERLAP_OBJECTIVES))
     if plain:
-        head = (
-            ["vllm", "serve", name] if engine == "vllm" else ["python", "-m", "sglang.launch_server", "--model", name]
-        )
-        command = [*head, *more]
+        command = plain_command(engine, name, more)
     else:
         command = serve_command(engine, name, folder, spec, probabilistic, more)
     command, environment = in_environment(command, found), found.environment
     print(f"{engine} {found.version} on {found.device}:", file=sys.stderr)
     if environment:
         print(f"set for its CPU backend: {', '.join(environment)} (yours win where you set them).", file=sys.stderr)
-    for said in [] if plain else caveats(engine, spec, probabilistic):
+    for said in [] if plain else [*found.cautions, *caveats(engine, spec, probabilistic)]:
         print(f"note: {said}", file=sys.stderr)
     print(shell_line(command, environment), flush=True)
     if not dry_run:
@@ -80,17 +75,18 @@ def serve(
 
 def _folder(run: Path, engine: Literal["vllm", "sglang"], target: str | None) -> tuple[Path, dict[str, Any]]:
     """The folder to serve and what its serve.json says; a run's drafter is exported where no export is up to date."""
+    from draftloop.formats.bundled_drafter import named_folder
     from draftloop.formats.export import SERVE, export
     from draftloop.formats.history import objective_of, read_history
     from draftloop.formats.load import load_drafter
     from draftloop.formats.zlab import WEIGHTS
 
     drafter, place = drafter_folder(run), run / f"export-{engine}"
-    if drafter == run:  # an export, or a drafter's own folder, which is served as it lies there
-        return run.resolve(), _facts(run / SERVE)
+    if drafter == named_folder(run):  # an export, or a drafter's own folder, which is served as it lies there
+        return drafter.resolve(), _facts(drafter / SERVE)
     weights = place / WEIGHTS
     if not weights.is_file() or weights.stat().st_mtime < (drafter / WEIGHTS).stat().st_mtime:
-        name = target if target is None or not Path(target).expanduser().exists() else str(Path(target).expanduser())
+        name = engine_target(target)
         history, objective = read_history(run), objective_of(drafter)
         export(load_drafter(drafter), place, engine=engine, target_name=name, history=history, objective=objective)
         print(f"exported to {place}", file=sys.stderr)

@@ -37,15 +37,17 @@ def quickstart(
     overrides: Overrides = None,
     out: Out = None,
     from_scratch: Annotated[
-        bool, typer.Option("--from-scratch", help="Train a new drafter (the only path while no drafter is bundled).")
+        bool, typer.Option("--from-scratch", help="Train a new drafter: SFT, then Draft-OPD and SpecOPD.")
     ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew in a directory that holds a run.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """The main job on a real model, in minutes: SFT, then Draft-OPD and SpecOPD, measured and audited."""
+    """The main job on a real model, in minutes: the bundled drafter measured, trained further by SpecOPD, audited."""
     from draftloop.quickstart import quickstart as run
 
-    _finish(run(overrides or [], out=out, fresh=fresh, quiet=as_json, say=say(as_json)), as_json)
+    _finish(
+        run(overrides or [], from_scratch=from_scratch, out=out, fresh=fresh, quiet=as_json, say=say(as_json)), as_json
+    )
 
 
 @app.command()

@@ -8,7 +8,9 @@ processes agree. The bits are a splitmix64-style hash in wrapping int64 arithmet
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from enum import IntEnum
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,15 +40,23 @@ _MIX_A = _signed(0xBF58476D1CE4E5B9)
 _MIX_B = _signed(0x94D049BB133111EB)
 
 
-def _shift(x: Tensor, by: int) -> Tensor:
+Word = TypeVar("Word", Tensor, int)  # 64 bits: int64 tensors, or a Python int while no tensor has come in
+
+
+def _wrapped(x: Word) -> Word:
+    """Torch's int64 wraps by itself."""
+    return _signed(x) if isinstance(x, int) else x
+
+
+def _shift(x: Word, by: int) -> Word:
     """Logical right shift (torch's is arithmetic)."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
-def _mix(x: Tensor) -> Tensor:
+def _mix(x: Word) -> Word:
     """splitmix64's finaliser: every input bit reaches every output bit."""
-    x = (x ^ _shift(x, 30)) * _MIX_A
-    x = (x ^ _shift(x, 27)) * _MIX_B
+    x = _wrapped((x ^ _shift(x, 30)) * _MIX_A)
+    x = _wrapped((x ^ _shift(x, 27)) * _MIX_B)
     return x ^ _shift(x, 31)
 
 
@@ -55,21 +65,37 @@ def key_of(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
 
+def _absorbed(state: Any, keys: Sequence[Tensor | int], device: torch.device) -> Any:
+    """The state after further keys."""
+    for key in keys:
+        word: Any = key.to(device=device, dtype=torch.int64) if isinstance(key, Tensor) else _signed(key)
+        state = _mix(_wrapped(_wrapped(state * _GOLDEN) + _mix(_wrapped(word + _GOLDEN))))
+    return state
+
+
 def bits(seed: int, purpose: Purpose, *keys: Tensor | int) -> Tensor:
     """64 hashed bits for each broadcast element of `keys`; int64, shape = broadcast of the keys."""
-    state = torch.tensor(_signed(seed * 0x9E3779B97F4A7C15 + int(purpose)), dtype=torch.int64)
-    tensors = [key if isinstance(key, Tensor) else torch.tensor(_signed(key), dtype=torch.int64) for key in keys]
+    tensors = [key for key in keys if isinstance(key, Tensor)]
     device = next((t.device for t in tensors if t.dim() > 0), torch.device("cpu"))
-    state = _mix(state.to(device))
-    for tensor in tensors:
-        state = _mix(state * _GOLDEN + _mix(tensor.to(device=device, dtype=torch.int64) + _GOLDEN))
-    return state
+    # ints stay ints until a tensor comes: a tensor made from one could not be copied while a CUDA graph is captured
+    state: Any = _signed(seed * 0x9E3779B97F4A7C15 + int(purpose))
+    state = _absorbed(_mix(state), keys, device)
+    return state if isinstance(state, Tensor) else torch.tensor(state, dtype=torch.int64)
 
 
 def uniforms(seed: int, purpose: Purpose, *keys: Tensor | int) -> Tensor:
     """One uniform in (0, 1) for each broadcast element of `keys`; float64, shape = broadcast of the keys."""
+    return _unit(bits(seed, purpose, *keys))
+
+
+def uniforms_after(state: Tensor, *keys: Tensor | int) -> Tensor:
+    """As `uniforms` of (seed, purpose, *first, *keys), where state = `bits` of (seed, purpose, *first)."""
+    return _unit(_absorbed(state, keys, state.device))
+
+
+def _unit(state: Tensor) -> Tensor:
     # 52 bits: with 53 the half would be rounded away, and the largest value to 1
-    return (_shift(bits(seed, purpose, *keys), 12).to(torch.float64) + 0.5) * 2.0**-52
+    return (_shift(state, 12).to(torch.float64) + 0.5) * 2.0**-52
 
 
 def permutation(seed: int, purpose: Purpose, size: int, *keys: int) -> Tensor:

@@ -5,6 +5,7 @@ Knows nothing of what the files mean.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import json
@@ -43,6 +44,15 @@ def atomic_path(path: Path) -> Iterator[Path]:
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Let two paths of one file system change places in one step; False where the system cannot (nothing is done)."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    return call is not None and call(_HERE, bytes(one), _HERE, bytes(other), _RENAME_EXCHANGE) == 0
+
+
+_HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD and the flag of Linux's renameat2
 
 
 def writing_fault(error: OSError, path: Path) -> EnvironmentFault:

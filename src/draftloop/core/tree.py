@@ -7,13 +7,13 @@ Knows no model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+from draftloop.core.flex import MaskMod, block_mask
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,17 @@ class Tree:
     branch: Tensor
     fork: Tensor
 
-    def dense_mask(self, first: int = 0) -> Tensor:
-        """Bool [b, 1, N - first, N], True where the query (third axis, from slot `first` on) may see the key (last)."""
-        slots = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        rows = torch.arange(self.tokens.shape[0], device=self.tokens.device)
-        see = self.mask_mod()
-        seen = see(rows[:, None, None], rows.new_zeros(()), slots[None, first:, None], slots[None, None, :])
+    def dense_mask(self, first: int = 0, window: int | None = None, chunk: int | None = None) -> Tensor:
+        """Bool [b, 1, N - first, N]: `mask_mod`, written out."""
+        rows, slots = (torch.arange(size, device=self.tokens.device) for size in self.tokens.shape)
+        see = self.mask_mod(first, window, chunk)
+        seen = see(rows[:, None, None], rows.new_zeros(()), slots[None, : len(slots) - first, None], slots)
         return seen.unsqueeze(1)
+
+    def block_mask(self, first: int = 0, window: int | None = None, chunk: int | None = None) -> Any:
+        """FlexAttention's BlockMask [b, 1, N - first, N] of the same rule."""
+        batch, width = self.tokens.shape
+        return block_mask(self.mask_mod(first, window, chunk), batch, width - first, width, self.tokens.device)
 
     def ancestors(self, depth: int) -> Tensor:
         """The chain above each slot, for mixers that reach a fixed number of tokens back (convolutions, n-grams).
@@ -91,15 +95,31 @@ class Tree:
         fork[line] = self.fork[on_branch]
         return Lines(trunks // wide, trunk_slot, branches // wide, branch_slot, trunk, fork)
 
-    def mask_mod(self) -> MaskMod:
-        """The same rule as a FlexAttention mask function of (row, head, query slot, key slot)."""
+    def mask_mod(self, first: int = 0, window: int | None = None, chunk: int | None = None) -> MaskMod:
+        """The rule, as a function of (row, head, query, key): whether query slot `first` + query sees key slot key.
+
+        Args:
+            first: the slot of query 0.
+            window: hide what stands `window` or more logical positions before the query; None = nothing.
+            chunk: hide what stands in another chunk of `chunk` logical positions; None = nothing.
+        """
+        trunk, branch, fork, position = (
+            field[:, first:].contiguous() for field in (self.trunk, self.branch, self.fork, self.position)
+        )
+        slot = torch.arange(self.tokens.shape[1], device=self.tokens.device)[first:]
+        lowest = None if window is None else position - window
+        if chunk is not None:
+            begins = position - position % chunk - 1
+            lowest = begins if lowest is None else torch.maximum(lowest, begins)
 
         def see(row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            same_trunk = (self.trunk[row, q] == self.trunk[row, k]) & (self.trunk[row, q] >= 0)
-            on_trunk = (self.branch[row, k] < 0) & (self.position[row, k] <= self.fork[row, q])
-            own = (self.branch[row, k] == self.branch[row, q]) & (self.branch[row, q] >= 0)
-            earlier = self.position[row, k] <= self.position[row, q]
-            return (same_trunk & earlier & (on_trunk | own)) | (q == k)
+            same_trunk = (trunk[row, q] == self.trunk[row, k]) & (trunk[row, q] >= 0)
+            on_trunk = (self.branch[row, k] < 0) & (self.position[row, k] <= fork[row, q])
+            own = (self.branch[row, k] == branch[row, q]) & (branch[row, q] >= 0)
+            earlier = self.position[row, k] <= position[row, q]
+            if lowest is not None:
+                earlier = earlier & (self.position[row, k] > lowest[row, q])
+            return (same_trunk & earlier & (on_trunk | own)) | (slot[q] == k)
 
         return see
 
@@ -191,13 +211,16 @@ def pack_branches(
     width = int((behind + branch_slots).max())
 
     tree = {name: torch.full((batch, width), fill, dtype=torch.int64, device=device) for name, fill in _EMPTY.items()}
+    # all trunk slots at once: on a GPU a few launches a forward instead of a few a trunk
     numbers = [rows[:i].count(place) for i, place in enumerate(rows)]  # of each trunk within its row
-    for one, place, begin, nth in zip(trunks, rows, start.tolist(), numbers, strict=True):
-        span = slice(begin, begin + one.numel())
-        tree["tokens"][place, span] = one.to(device)
-        tree["position"][place, span] = tree["fork"][place, span] = torch.arange(one.numel(), device=device)
-        tree["trunk"][place, span] = nth
     number = torch.tensor(numbers, dtype=torch.int64, device=device)
+    text = torch.cat(trunks).to(device)
+    one = torch.repeat_interleave(torch.arange(len(trunks), device=device), sizes, output_size=text.numel())
+    place = torch.arange(text.numel(), device=device) - (sizes.cumsum(0) - sizes)[one]
+    on_trunk = (row[one], start[one] + place)
+    tree["tokens"][on_trunk] = text
+    tree["position"][on_trunk] = tree["fork"][on_trunk] = place
+    tree["trunk"][on_trunk] = number[one]
     steps = torch.arange(tokens.shape[1], device=device).unsqueeze(0)
     real = steps < length.unsqueeze(1)
     slot = torch.where(real, (behind[row[trunk]] + offset).unsqueeze(1) + steps, -1)

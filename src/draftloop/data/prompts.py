@@ -71,9 +71,14 @@ def read_prompts(files: Sequence[str], base: Path, limit: int | None = None) -> 
         The prompts. Ids are unique: a repeated one gets #2, #3, ... Two separate calls may give the same id.
 
     Raises:
-        InputError: a file or a row cannot be used (see `read_rows` and `shaped`); names the file and the line.
+        InputError: a file is named twice, or it or a row cannot be used (see `read_rows` and `shaped`); names the file
+            and the line.
     """
     paths = [builtin_path(name) if name.startswith(PREFIX) else base / Path(name).expanduser() for name in files]
+    places = [path.resolve() for path in paths]
+    for i, name in enumerate(files):
+        if places[i] in places[:i]:
+            raise InputError("the prompt file is named twice", where=name, fix="Name it once: each row counts once.")
     read = [list(islice(_file_prompts(path), limit)) for path in paths]
     counts = _even_shares([len(prompts) for prompts in read], limit)
     return _unique([prompt for prompts, count in zip(read, counts, strict=True) for prompt in prompts[:count]])

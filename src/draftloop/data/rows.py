@@ -14,6 +14,7 @@ from typing import Any
 from draftloop.core.errors import InputError
 
 _PARQUET_MAGIC = b"PAR1"
+_BROKEN = "Download or write the file again, or give its rows as JSON lines."
 _KINDS = {dict: "an object", list: "a list", str: "text", bool: "true/false", int: "a number", float: "a number"}
 
 
@@ -33,7 +34,15 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """
     _check_file(path)
     with _opened(path) as handle:
-        is_parquet = handle.read(len(_PARQUET_MAGIC)) == _PARQUET_MAGIC
+        head = handle.read(len(_PARQUET_MAGIC))
+    is_parquet = head == _PARQUET_MAGIC
+    if (
+        path.suffix == ".parquet"
+        and head
+        and not is_parquet
+        and not head.lstrip(b"\xef\xbb\xbf \n\r\t").startswith(b"{")
+    ):
+        raise InputError("this is neither Parquet nor JSON lines", where=str(path), fix=_BROKEN)
     empty = True
     for numbered in _parquet_rows(path) if is_parquet else _json_rows(path):
         empty = False
@@ -125,11 +134,8 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     yield number, without_nulls(row)
     except (pa.lib.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).split("\n")[0].rstrip(".")
-        raise InputError(
-            f"the Parquet file cannot be read after row {number} ({reason})",
-            where=str(path),
-            fix="Write the file anew.",
-        ) from error
+        part = f"cannot be read behind row {number}" if number else "is damaged or cut off"
+        raise InputError(f"the Parquet file {part} ({reason})", where=str(path), fix=_BROKEN) from error
 
 
 def without_nulls(value: Any) -> Any:

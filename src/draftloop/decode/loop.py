@@ -8,32 +8,17 @@ so under `match` the output at any temperature is token for token that of plain 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftloop.core.draws import Purpose, uniforms
 from draftloop.core.errors import InputError
-from draftloop.core.law import Law
-from draftloop.decode.rules import Coins, Proposal, Verdict, verify
-from draftloop.decode.trace import Drafts, Generation, Options, Request, Step
-
-
-@dataclass(frozen=True)
-class Commit:
-    """Tokens that one row gained in one round (streaming).
-
-    Attributes:
-        index: which request.
-        tokens: the new tokens.
-        done: whether the row has ended.
-    """
-
-    index: int
-    tokens: tuple[int, ...]
-    done: bool
+from draftloop.decode.graph import GraphEngine, unsupported
+from draftloop.decode.round import Cut, RowState
+from draftloop.decode.rules import Proposal, Verdict
+from draftloop.decode.trace import Commit, Drafts, Engine, Generation, Options, Request, Step
 
 
 def decode(target: Any, drafter: Any | None, requests: Sequence[Request], options: Options) -> list[Generation]:
@@ -58,14 +43,70 @@ def rounds(
     target: Any, drafter: Any | None, requests: Sequence[Request], options: Options, results: list[Generation]
 ) -> Iterator[list[Commit]]:
     """As `decode`, but yield what each round committed; `results` fill up as it goes."""
-    _check(target, requests, options)
-    order = sorted(range(len(requests)), key=lambda i: len(requests[i].ids))  # little padding
-    for start in range(0, len(order), options.batch_size):
-        indices = order[start : start + options.batch_size]
-        batch = _Batch(target, drafter, [requests[i] for i in indices], options)
-        yield batch.publish(batch.prefill(), indices, results)
-        while batch.rows:
-            yield batch.publish(batch.round(), indices, results)
+    decoder = Decoder(target, drafter, options, requests)
+    try:
+        yield from decoder.rounds(requests, results)
+    finally:
+        decoder.close()
+
+
+def engine_of(target: Any, drafter: Any | None, options: Options) -> Engine:
+    """The engine that these options mean, never `auto`."""
+    engine: Engine = options.engine if options.engine != "auto" else getattr(target, "engine", "auto")
+    if engine != "auto":
+        return engine
+    return "graph" if target.device.type == "cuda" and not unsupported(target, drafter) else "eager"
+
+
+class Decoder:
+    """Decodes one call after another; what the engine of fixed shapes needs is built once.
+
+    Args:
+        target: a `Target`.
+        drafter: a bound drafter, or None.
+        options: as for `decode`.
+        requests: all that will be decoded, of which the longest and the number count.
+    """
+
+    def __init__(self, target: Any, drafter: Any | None, options: Options, requests: Sequence[Request]) -> None:
+        _check(target, requests, options)
+        self._target, self._drafter, self._requests = target, drafter, requests
+        self.options = replace(options, engine=engine_of(target, drafter, options))
+        self._fixed: GraphEngine | None = None
+
+    def warm_up(self) -> None:
+        """Build what is built once, or decode a few tokens."""
+        if self.options.engine != "eager":
+            self._build()
+        elif self._requests:
+            few = replace(self.options, max_new_tokens=min(4, self.options.max_new_tokens))
+            decode(self._target, self._drafter, self._requests[:1], few)
+
+    def close(self) -> None:
+        """Let go of what was built."""
+        if self._fixed is not None:
+            self._fixed.close()
+            self._fixed = None
+
+    def _build(self) -> GraphEngine:
+        if self._fixed is None:
+            longest = max(len(request.ids) for request in self._requests) + self.options.max_new_tokens
+            rows = min(self.options.batch_size, len(self._requests))
+            self._fixed = GraphEngine(self._target, self._drafter, self.options, rows=rows, longest=longest)
+        return self._fixed
+
+    def rounds(self, requests: Sequence[Request], results: list[Generation]) -> Iterator[list[Commit]]:
+        """Continue these requests; yield what each round committed, `results` fill up as it goes."""
+        if self.options.engine != "eager":
+            yield from self._build().decode(requests, results) if requests else ()
+            return
+        order = sorted(range(len(requests)), key=lambda i: len(requests[i].ids))  # little padding
+        for start in range(0, len(order), self.options.batch_size):
+            indices = order[start : start + self.options.batch_size]
+            batch = _Batch(self._target, self._drafter, [requests[i] for i in indices], self.options)
+            yield batch.publish(batch.prefill(), indices, results)
+            while batch.rows:
+                yield batch.publish(batch.round(), indices, results)
 
 
 def _check(target: Any, requests: Sequence[Request], options: Options) -> None:
@@ -83,26 +124,18 @@ def _check(target: Any, requests: Sequence[Request], options: Options) -> None:
     target.check_length(max((len(request.ids) for request in requests), default=0) + options.max_new_tokens)
 
 
-class _Batch:
+class _Batch(RowState):
     """The rows that are still running, on the device."""
 
     def __init__(self, target: Any, drafter: Drafts | None, requests: list[Request], options: Options) -> None:
-        self.target, self.drafter, self.options = target, drafter, options
-        self.taps: tuple[int, ...] = drafter.spec.target_layers if drafter is not None else ()  # type: ignore[attr-defined]
-        self.drafted = drafter.spec.drafted if drafter is not None else 0  # type: ignore[attr-defined]
+        super().__init__(target, drafter, options)
         self.requests = requests
         longest = max(len(r.ids) for r in requests) + options.max_new_tokens
         self.cache = target.new_cache(longest)
         self.cache.capacity += self.drafted + 1  # a last block may reach beyond the limit; nothing of that is kept
         self.context = drafter.new_cache(self.cache.capacity) if drafter is not None else None
-        device = target.device
         self.which = list(range(len(requests)))  # running row -> request of this batch
-        self.key = torch.tensor([r.key for r in requests], device=device)
-        self.sample = torch.tensor([r.sample for r in requests], device=device)
-        self.limit = torch.tensor([len(r.ids) + options.max_new_tokens for r in requests], device=device)
-        self.anchor = torch.tensor([len(r.ids) - 1 for r in requests], device=device)  # last committed position
-        self.last = torch.zeros_like(self.anchor)  # its token
-        self.eos = torch.tensor(target.eos_ids, dtype=torch.int64, device=device)
+        self.enter(requests)
         self.kept: list[list[tuple[Any, ...]]] = [[] for _ in requests]
 
     @property
@@ -111,67 +144,16 @@ class _Batch:
 
     def prefill(self) -> list[tuple[int, list[int], bool, Step | None]]:
         """Feed the prompts and draw the first token."""
-        lengths = self.anchor + 1
-        width = int(lengths.max())
-        ids = torch.zeros(self.rows, width, dtype=torch.int64, device=self.target.device)
-        for i, request in enumerate(self.requests):
-            ids[i, : len(request.ids)] = torch.tensor(request.ids, device=ids.device)
-        positions = torch.arange(width, device=ids.device).expand_as(ids)
-        self.cache.least = int(lengths.min())
-        rows = self.target.extend(self.cache, ids, positions, self.taps)
-        if self.context is not None:
-            self.drafter.extend(self.context, rows.features, positions)  # type: ignore[union-attr]
-        ends = rows.hidden[torch.arange(self.rows, device=ids.device), self.anchor]
-        law = self.target.law(ends, self.options.sampling)
-        token = law.draw(self._uniform(Purpose.TARGET, lengths))[0]
-        self._keep(rows, lengths)
-        return self._commit(token.unsqueeze(1), torch.ones_like(token), None, None)
+        self.cache.least = min(len(request.ids) for request in self.requests)
+        fed, token, cut = self.feed(self.requests)
+        self._keep(fed, self.anchor + 1)
+        return self._commit(token, cut, None, None)
 
     def round(self) -> list[tuple[int, list[int], bool, Step | None]]:
         """Draft, verify, commit."""
-        proposal = self._propose()
-        block = torch.cat([self.last.unsqueeze(1), proposal.tokens], 1)
-        positions = self.anchor.unsqueeze(1) + torch.arange(block.shape[1], device=block.device)
-        rows = self.target.extend(self.cache, block, positions, self.taps)
-        if self.context is not None:
-            # rejected positions too: they are overwritten before any anchor rises above them
-            self.drafter.extend(self.context, rows.features, positions)  # type: ignore[union-attr]
-        law = self.target.law(rows.hidden.flatten(0, 1), self.options.sampling)
-        verdict = verify(self.options.rule, proposal, law, self._coins())
-        k = self.drafted
-        tokens = torch.cat([proposal.tokens, verdict.token.unsqueeze(1)], 1)
-        tokens = tokens.scatter(1, verdict.accepted.unsqueeze(1), verdict.token.unsqueeze(1))
-        self._keep(rows, verdict.accepted + 1)
-        return self._commit(tokens[:, : k + 1], verdict.accepted + 1, proposal, verdict)
-
-    def _propose(self) -> Proposal:
-        """K tokens a row from the drafter's law (no drafter: K = 0)."""
-        if self.drafter is None:
-            none = self.last.new_zeros(self.rows, 0)
-            return Proposal(none, none.float(), self.target.law(self.target.readout.weight[:0], self.options.sampling))
-        hidden = self.drafter.begin(self.context, self.anchor, self.last)  # type: ignore[arg-type]
-        law = Law(hidden.flatten(0, 1), self.drafter.readout, self.options.drafting)
-        place = self.anchor.unsqueeze(1) + torch.arange(1, self.drafted + 1, device=self.anchor.device)
-        tokens, log_q = law.draw(self._uniform(Purpose.DRAFT, place, self.anchor).flatten())
-        return Proposal(tokens.view(self.rows, -1), log_q.view(self.rows, -1), law)
-
-    def _uniform(self, purpose: Purpose, position: Tensor, anchor: Tensor | None = None) -> Tensor:
-        """Keyed uniforms of the shape of `position` ([b] or [b, n])."""
-        keys = [self.key, self.sample, torch.zeros_like(self.key) if anchor is None else anchor]
-        if position.dim() == 2:
-            keys = [key.unsqueeze(1) for key in keys]
-        return uniforms(self.options.seed, purpose, *keys, position)
-
-    def _coins(self) -> Coins:
-        place = self.anchor.unsqueeze(1) + torch.arange(1, self.drafted + 2, device=self.anchor.device)
-        if self.options.sampling.greedy:
-            unused = torch.full(place.shape, 0.5, dtype=torch.float64, device=place.device)
-            return Coins(unused, unused[:, 1:], unused[:, 1:])
-        return Coins(
-            self._uniform(Purpose.TARGET, place),
-            self._uniform(Purpose.ACCEPT, place[:, :-1], self.anchor),
-            self._uniform(Purpose.RESIDUAL, place[:, :-1], self.anchor),
-        )
+        outcome = self.play()
+        self._keep(outcome.fed, outcome.verdict.accepted + 1)
+        return self._commit(outcome.tokens, outcome.cut, outcome.proposal, outcome.verdict)
 
     def _keep(self, rows: Any, fed: Tensor) -> None:
         """Remember features and hidden rows of what was fed; `fed` [b] of them lie on the committed text."""
@@ -183,17 +165,12 @@ class _Batch:
             self.kept[row].append((feature, rows.hidden[i, :n].clone(), verified))
 
     def _commit(
-        self, tokens: Tensor, count: Tensor, proposal: Proposal | None, verdict: Verdict | None
+        self, tokens: Tensor, cut: Cut, proposal: Proposal | None, verdict: Verdict | None
     ) -> list[tuple[int, list[int], bool, Step | None]]:
-        """Append `count` tokens a row, cut at end-of-sequence and length; drop the rows that ended."""
-        place = torch.arange(tokens.shape[1], device=tokens.device)
-        count = torch.minimum(count, self.limit - 1 - self.anchor)
-        ends = torch.isin(tokens, self.eos) & (place < count.unsqueeze(1))
-        stop = torch.where(ends.any(1), ends.int().argmax(1) + 1, count)
-        done = ends.any(1) | (self.anchor + stop >= self.limit - 1)
+        """Append what the cut leaves of each row's tokens; drop the rows that ended."""
         out: list[tuple[int, list[int], bool, Step | None]] = []
         listed = zip(
-            self.which, tokens.tolist(), stop.tolist(), ends.any(1).tolist(), self.anchor.tolist(), strict=True
+            self.which, tokens.tolist(), cut.stop.tolist(), cut.ended.tolist(), self.anchor.tolist(), strict=True
         )
         drafts = proposal.tokens.tolist() if proposal is not None else []
         scores = proposal.log_q.tolist() if proposal is not None else []
@@ -203,9 +180,8 @@ class _Batch:
             if verdict is not None:
                 step = Step(anchor, tuple(drafts[i]), tuple(scores[i]), accepted[i], n)
             out.append((row, line[:n], ended, step))
-        self.last = tokens.gather(1, (stop - 1).unsqueeze(1)).squeeze(1)
-        self.anchor = self.anchor + stop
-        self._drop(done)
+        self.last, self.anchor = cut.last, self.anchor + cut.stop
+        self._drop(cut.done)
         return out
 
     def _drop(self, done: Tensor) -> None:

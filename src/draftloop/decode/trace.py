@@ -7,12 +7,14 @@ of it survived. The loss reads it (Draft-OPD, arXiv 2605.29343, section on repla
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 from torch import Tensor
 
 from draftloop.core.errors import InputError
 from draftloop.core.law import Readout, Sampling
+
+Engine = Literal["auto", "eager", "graph", "fused"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,9 @@ class Options:
         seed: of the keyed draws.
         batch_size: rows decoded together.
         record: keep in each generation the tapped features and the target's hidden rows (for training).
+        engine: how rounds run. eager = one after the other, the reference; graph = with fixed shapes, on CUDA each a
+            single graph; fused = the same, with compiled layers; auto = what the target says (`Target.engine`), which
+            unless told otherwise is graph on CUDA, where target and drafter have fixed shapes, and else eager.
 
     Raises:
         InputError: a value is out of range.
@@ -55,12 +60,15 @@ class Options:
     seed: int = 0
     batch_size: int = 16
     record: bool = False
+    engine: Engine = "auto"
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1 or self.batch_size < 1:
             raise InputError("max_new_tokens and batch_size must be at least 1", fix="Raise them.")
         if self.rule not in ("match", "ratio"):
             raise InputError(f"there is no verification rule {self.rule!r}", fix="Use match or ratio.")
+        if self.engine not in get_args(Engine):
+            raise InputError(f"there is no engine {self.engine!r}", fix=f"Use one of {', '.join(get_args(Engine))}.")
         if self.draft_sampling is not None and self.drafting != self.draft_sampling:
             raise InputError(
                 "draft_sampling has no effect where drafts are the argmax",
@@ -116,6 +124,21 @@ class Generation:
     features: Tensor | None = None
     hidden: Tensor | None = None
     verified: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Tokens that one row gained in one round (streaming).
+
+    Attributes:
+        index: which request.
+        tokens: the new tokens.
+        done: whether the row has ended.
+    """
+
+    index: int
+    tokens: tuple[int, ...]
+    done: bool
 
 
 class Drafts(Protocol):

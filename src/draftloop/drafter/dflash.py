@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftloop.core.law import Readout
-from draftloop.drafter.cache import DraftCache
+from draftloop.drafter.cache import DraftCache, FixedDraftCache
 from draftloop.drafter.masks import attend, block_mask
 from draftloop.drafter.spec import DrafterSpec
 
@@ -152,7 +152,7 @@ class DFlash(nn.Module):
             masks = self.mask_embedding.to(first.dtype).expand(*tokens.shape, self.spec.drafted, -1)
             return torch.cat([first, masks], -2)
         ids = tokens.unsqueeze(-1).repeat_interleave(self.spec.block_size, -1)
-        ids[..., 1:] = self.spec.mask_token_id
+        ids[..., 1:].fill_(self.spec.mask_token_id)
         return self._own(self._borrowed[0](ids))
 
     def _context(self, features: Tensor) -> Tensor:
@@ -191,6 +191,11 @@ class DFlash(nn.Module):
         """An empty context cache for texts of at most `capacity` tokens."""
         return DraftCache(len(self.layers), capacity)
 
+    def new_fixed_cache(self, rows: int, capacity: int) -> FixedDraftCache:
+        """A context cache of `rows` texts whose tensors keep their size and place."""
+        shape = (rows, self.spec.kv_heads, capacity, self.spec.head_dim)
+        return FixedDraftCache(shape, len(self.layers), self.fc.weight.detach())
+
     @torch.no_grad()
     def extend(self, cache: DraftCache, features: Tensor, positions: Tensor) -> None:
         """Put target features [b, t, F * H] at int64 [b, t] into the cache; a position given again is overwritten."""
@@ -213,7 +218,7 @@ class DFlash(nn.Module):
         """
         size = self.spec.block_size
         positions = anchor.unsqueeze(-1) + torch.arange(size, device=anchor.device)
-        span = int(anchor.max())
+        span = cache.span(anchor)
         seen = torch.arange(span, device=anchor.device) < anchor.unsqueeze(-1)
         own = torch.ones(size, size, dtype=torch.bool, device=anchor.device)
         own = own.tril() if self.causal else own

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from draftloop.core.flex import block_mask as flex_mask
+from draftloop.core.flex import flex
 
 
 def block_rule(
@@ -34,23 +36,15 @@ def block_mask(anchor: Tensor, context: int, size: int, causal: bool = False) ->
     b, n = anchor.shape
     queries, keys = n * size, context + n * size
     if anchor.is_cuda:
-        from torch.nn.attention.flex_attention import create_block_mask
 
         def see(row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return block_rule(anchor, context, size, row, q, k, causal)
 
-        return create_block_mask(see, b, None, queries, keys, device=str(anchor.device))
+        return flex_mask(see, b, queries, keys, anchor.device)
     row = torch.arange(b).view(b, 1, 1)
     return block_rule(
         anchor, context, size, row, torch.arange(queries).view(1, -1, 1), torch.arange(keys).view(1, 1, -1), causal
     ).unsqueeze(1)
-
-
-@cache
-def _flex() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=True)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
@@ -63,4 +57,4 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
         group = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    return _flex()(query, key, value, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1])  # type: ignore[no-any-return]
+    return flex(query, key, value, mask)

@@ -74,6 +74,16 @@ class Engine:
         wanted = CPU_VLLM if (self.name, self.device) == ("vllm", "cpu") else {}
         return {name: value for name, value in wanted.items() if name not in os.environ}
 
+    @property
+    def cautions(self) -> tuple[str, ...]:
+        """Known faults, for somebody who serves with a drafter."""
+        if (self.name, self.device) != ("vllm", "cpu"):
+            return ()
+        return (
+            "on a CPU, vLLM up to 0.32 does not follow the target's law above temperature 0 when it speculates, and"
+            " drafters of several layers lose acceptance: docs/engines.md.",
+        )
+
 
 def find_engine(name: EngineName, python: Path) -> Engine:
     """Ask an interpreter for its engine.

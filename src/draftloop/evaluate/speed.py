@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from draftloop.decode.loop import rounds
+from draftloop.decode.loop import Decoder
 from draftloop.decode.trace import Generation, Options, Request
 from draftloop.evaluate.tau import Acceptance, acceptance
 from draftloop.evaluate.walk import responses_of
@@ -91,13 +91,13 @@ def compare(
     """
     arms: list[tuple[str, Any]] = [("plain", None), *drafters]
     total = [Timed(name, 0.0, 0, 0, []) for name, _ in arms]  # by place: a stage may be called "plain" too
-    warm = Options(min(4, options.max_new_tokens), options.sampling, options.rule, seed=options.seed)
-    for name, drafter in arms:
-        _timed(name, target, drafter, [requests[0][2]], warm)
+    decoders = [Decoder(target, drafter, options, [request for _, _, request in requests]) for _, drafter in arms]
+    for decoder in decoders:
+        decoder.warm_up()
     for start in range(0, len(requests), options.batch_size):
         batch = [request for _, _, request in requests[start : start + options.batch_size]]
-        for n, (name, drafter) in enumerate(arms):
-            one, old = _timed(name, target, drafter, batch, options), total[n]
+        for n, (name, _) in enumerate(arms):
+            one, old = _timed(name, target, decoders[n], batch), total[n]
             total[n] = Timed(
                 name,
                 old.seconds + one.seconds,
@@ -106,6 +106,8 @@ def compare(
                 old.generations + one.generations,
             )
             advance(start * len(arms) + (n + 1) * len(batch), len(requests) * len(arms))
+    for decoder in decoders:
+        decoder.close()
     plain = total[0]
     names = [(prompt, group) for prompt, group, _ in requests]
     out = []
@@ -125,17 +127,18 @@ def compare(
     return plain, out
 
 
-def _timed(name: str, target: Any, drafter: Any | None, requests: list[Request], options: Options) -> Timed:
+def _timed(name: str, target: Any, decoder: Decoder, requests: list[Request]) -> Timed:
     results = [Generation(request.ids) for request in requests]
-    running = rounds(target, drafter, requests, options, results)
+    running = decoder.rounds(requests, results)
     next(running)  # prefill and the first token
     _settle(target)
-    start, count = time.perf_counter(), 0
+    start = time.perf_counter()
     for _ in running:
-        count += 1
+        pass
     _settle(target)
     seconds = time.perf_counter() - start
     tokens = sum(len(made.tokens) - 1 for made in results)
+    count = max(len(made.steps) for made in results)
     return Timed(name, max(seconds, 1e-9), count, tokens, results)  # all ended in prefill: no round, no token
 
 

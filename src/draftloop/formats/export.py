@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from draftloop.core.errors import EnvironmentFault, InputError
-from draftloop.core.files import sha256_file, write_json, write_text, writing_fault
+from draftloop.core.files import exchange, sha256_file, write_json, write_text, writing_fault
 from draftloop.core.version import VERSION
 from draftloop.core.weights import write_tensors
 from draftloop.drafter.dflash import DFlash
@@ -184,12 +184,18 @@ def export(
 
 
 def _move(stage: Path, place: Path) -> None:
-    """Put a finished folder in its place; an earlier export is moved aside first, and back if that fails."""
+    """Put a finished folder in its place, in one step; an earlier export is then where that folder was.
+
+    Where the file system cannot exchange two folders, the earlier one is moved aside first, and back if that fails: a
+    kill between the two renames leaves it whole under a hidden name, `.NAME.*.old/old`.
+    """
     umask = os.umask(0)
     os.umask(umask)
     stage.chmod(0o777 & ~umask)  # mkdtemp makes 0700; others may need to read it
     if not place.exists():
         os.rename(stage, place)
+        return
+    if exchange(stage, place):
         return
     aside = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}.", suffix=".old"))
     os.rename(place, aside / "old")

@@ -7,6 +7,7 @@ through its public attributes.
 from __future__ import annotations
 
 import os
+import shlex
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from draftloop.core.weights import check_folder
 from draftloop.drafter.dflash import DFlash
 from draftloop.drafter.spec import DrafterSpec, check_fits
 from draftloop.formats import speculators, zlab_config
+from draftloop.formats.bundled_drafter import named_folder
 from draftloop.formats.mask_vector import ENGINE_MASK, MASK, read_mask
 from draftloop.formats.tensors import AGAIN, VECTOR, read_published
 from draftloop.formats.zlab import CONFIG, WEIGHTS
@@ -52,6 +54,8 @@ READERS = (
     Reader("zlab", zlab_config.claims, zlab_config.spec_of, read_published, DFlash),
 )
 
+_RUN = "run.json"  # only a run directory has one
+
 # A mark in an architecture or in speculators_model_type, whose drafter that is, and what we would need to read it.
 _OTHERS = (
     ("peagle", "a P-EAGLE drafter", "an EAGLE-3 layer that drafts in parallel"),
@@ -73,7 +77,7 @@ def load_drafter(path: str | os.PathLike[str], target: Any = None, *, dtype: tor
     from the one that engines read.
 
     Args:
-        path: the folder.
+        path: the folder, or `bundled`: the embedded target's drafter that comes with the project.
         target: a `Target` to check against, move to and bind to; None leaves the drafter unbound on the CPU.
         dtype: of the weights; None = as stored (train in float32; `for_decoding` gives the target's).
 
@@ -88,7 +92,13 @@ def load_drafter(path: str | os.PathLike[str], target: Any = None, *, dtype: tor
         InputError: not a whole, finite checkpoint of a form that is read, one that says a thing twice and differently,
             or one made for a target of another shape.
     """
-    folder = Path(path).expanduser()
+    folder = named_folder(path)
+    if (folder / _RUN).is_file() and not (folder / CONFIG).exists():
+        raise InputError(
+            "this run has delivered no drafter yet",
+            where=str(folder),
+            fix=f"`draftloop train RECIPE --out {shlex.quote(str(folder))}` makes one, with the recipe of the run.",
+        )
     try:
         check_folder(folder)
     except OSError as error:

@@ -20,6 +20,13 @@ TITLES: dict[Engine, str] = {"vllm": "vLLM", "sglang": "SGLang"}
 OVERLAP_OBJECTIVES = frozenset({"overlap", "tv", "nla", "e2e_tv"})  # they train for drafts that are drawn from q
 
 
+def plain_command(engine: Engine, target: str, extra: Sequence[str] = ()) -> list[str]:
+    """The command that serves `target` alone, as a list of arguments, more of them at the end."""
+    if engine == "sglang":
+        return ["python", "-m", "sglang.launch_server", "--model-path", target, *extra]
+    return ["vllm", "serve", target, *extra]
+
+
 def serve_command(
     engine: Engine,
     target: str,
@@ -44,9 +51,8 @@ def serve_command(
         program and arguments; `shlex.join` makes a shell line of them.
     """
     if engine == "sglang":
-        head = ["python", "-m", "sglang.launch_server", "--model-path", target]
         drafting = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(folder)]
-        return [*head, *drafting, *extra]
+        return plain_command(engine, target, [*drafting, *extra])
     config: dict[str, str | int] = {
         "method": "dflash",  # always said, for it is otherwise guessed from the path's name
         "model": str(folder),
@@ -54,7 +60,7 @@ def serve_command(
     }
     if probabilistic:
         config["draft_sample_method"] = "probabilistic"
-    return ["vllm", "serve", target, "--speculative-config", json.dumps(config, separators=(",", ":")), *extra]
+    return plain_command(engine, target, ["--speculative-config", json.dumps(config, separators=(",", ":")), *extra])
 
 
 def check_served(engine: Engine, form: Form, spec: DrafterSpec) -> None:

@@ -147,6 +147,7 @@ class _Rows:
                 tokens=self.batch.blocks.tokens.flatten()[index],
                 temperature=self.objective.temperature,
                 chunk=self.objective.chunk,
+                kernel=self.objective.kernel,
             )
             self.overlaps.append(rows.detach().spread(index, self.batch.blocks.tokens.shape))
             return rows
@@ -159,4 +160,5 @@ class _Rows:
             labels=self.batch.labels.flatten()[index] if kind == "ce" else None,
             temperature=self.objective.temperature,
             chunk=self.objective.chunk,
+            kernel=self.objective.kernel,
         )

@@ -13,16 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from draftloop.core.errors import DraftloopError
 from draftloop.core.law import Readout, Sampling
+from draftloop.objective.fused import Kernel, fused, why_eager
+from draftloop.objective.question import Kind, Question, ask, places
 
-Kind = Literal["ce", "forward_kl", "reverse_kl", "overlap", "nla"]
+__all__ = ["Kernel", "Kind", "Overlap", "overlap_rows", "row_values", "spread"]
+
+_Compute = Callable[[Tensor, bool], tuple[Tensor, Tensor | None]]  # rows, differentiate -> values, Jacobian rows
 
 # On a CPU, larger tensors are mapped and page-faulted anew at every operation, which costs more than their arithmetic:
 # 512 rows of 49152 take 1.5x as long in one chunk; from 128 rows on, a larger vocabulary gains nothing either.
@@ -68,6 +72,7 @@ def row_values(
     labels: Tensor | None = None,
     temperature: float = 1.0,
     chunk: int = 512,
+    kernel: Kernel = "auto",
 ) -> Tensor:
     """Compute a value for each row, differentiable in `student`.
 
@@ -94,21 +99,17 @@ def row_values(
         temperature: of p and of q. 0, for `overlap` and `ce`, is a greedy target: p is the point mass on its argmax and
             q stays at 1, so alpha = q(argmax p).
         chunk: most rows whose logits are held at a time (a few tensors of chunk x V x 4 bytes); a CPU holds fewer.
+        kernel: `eager` computes such chunks; `triton` holds no logits at all (`fused.py`); `auto` takes the faster.
 
     Returns:
         float32 [n] (float64 where the readout's weight is).
 
     Raises:
-        DraftloopError: our own misuse (a missing input, rows that do not match, a trainable readout, a label outside
-            the support, temperature 0 with another kind).
+        InputError: `triton` is asked for where it cannot be had.
+        DraftloopError: our own misuse, see `question.ask`.
     """
-    teacher_readout = teacher_readout or readout
-    _check(kind, student, readout, teacher, teacher_readout, labels, temperature)
-    support = readout.support
-    if kind == "ce" and labels is not None and support is not None:
-        labels = _labels_in_support(labels, readout)
-    values = _Chunk(kind, readout, support, teacher, teacher_readout, labels, temperature)
-    return _by_chunks(values, student, chunk)
+    question = ask(kind, student, readout, teacher, teacher_readout, labels, temperature)
+    return _answer(question, student, chunk, kernel)
 
 
 def overlap_rows(
@@ -120,6 +121,7 @@ def overlap_rows(
     tokens: Tensor,
     temperature: float = 1.0,
     chunk: int = 512,
+    kernel: Kernel = "auto",
 ) -> Overlap:
     """`row_values("overlap", ...)`, and how likely both laws find a token a row, without another vocabulary pass.
 
@@ -131,75 +133,85 @@ def overlap_rows(
         Three [n].
 
     Raises:
-        DraftloopError: as `row_values` does.
+        InputError, DraftloopError: as `row_values` does.
     """
-    _check("overlap", student, readout, teacher, teacher_readout, tokens, temperature)
-    exact = torch.float64 if readout.weight.dtype == torch.float64 else torch.float32
-    beside = torch.empty(2, student.shape[0], dtype=exact, device=student.device)
-    values = _Chunk("overlap", readout, readout.support, teacher, teacher_readout, tokens, temperature, beside)
-    return Overlap(_by_chunks(values, student, chunk), beside[0], beside[1])
+    question = ask("overlap", student, readout, teacher, teacher_readout, None, temperature)
+    beside = torch.empty(2, student.shape[0], dtype=question.exact, device=student.device)
+    alpha = _answer(replace(question, labels=tokens, beside=beside), student, chunk, kernel)
+    return Overlap(alpha, beside[0], beside[1])
 
 
-def _by_chunks(values: _Chunk, student: Tensor, chunk: int) -> Tensor:
-    if student.device.type == "cpu":
-        chunk = min(chunk, _CPU_ROWS)
-    # n = 0 still visits one empty chunk, so that the result has the right dtype and a graph
-    parts = [slice(start, start + chunk) for start in range(0, max(student.shape[0], 1), chunk)]
+def _answer(question: Question, student: Tensor, chunk: int, kernel: Kernel) -> Tensor:
+    wanted = torch.is_grad_enabled() and student.requires_grad
+    if why_eager(kernel, question.heads, student.device) is None:
+        compute: _Compute = partial(fused, question)
+    else:
+        compute = partial(_by_chunks, question, min(chunk, _CPU_ROWS) if student.device.type == "cpu" else chunk)
     with torch.autocast(student.device.type, enabled=False):  # the readout's own dtype is the law's
-        if torch.is_grad_enabled() and student.requires_grad:
-            result: Tensor = _RowValues.apply(student, values, parts)
-            return result
-        return torch.cat([values(student[part], part) for part in parts])
+        result: Tensor = _RowValues.apply(student, compute) if wanted else compute(student, False)[0]
+    return result
+
+
+def _by_chunks(question: Question, chunk: int, student: Tensor, differentiate: bool) -> tuple[Tensor, Tensor | None]:
+    """Values [n] of rows [n, H] and, if asked, d value / d row [n, H]: the eager reference of `fused.py`."""
+    # n = 0 still visits one empty chunk, so that the result has the right dtype
+    parts = [slice(start, start + chunk) for start in range(0, max(student.shape[0], 1), chunk)]
+    values = _Chunk(question)
+    if not differentiate:
+        return torch.cat([values(student[part], part) for part in parts]), None
+    jacobian = torch.empty(student.shape, dtype=student.dtype, device=student.device)
+    out = []
+    for part in parts:
+        with torch.enable_grad():
+            hidden = student[part].detach().requires_grad_()
+            value = values(hidden, part)
+            (jacobian[part],) = torch.autograd.grad(value.sum(), hidden)
+        out.append(value.detach())
+    return torch.cat(out), jacobian
 
 
 @dataclass(frozen=True)
 class _Chunk:
     """The values of a chunk of rows, written as the formulas are; autograd differentiates them."""
 
-    kind: Kind
-    readout: Readout
-    support: Tensor | None
-    teacher: Tensor | None
-    teacher_readout: Readout
-    labels: Tensor | None
-    temperature: float
-    beside: Tensor | None = None  # [2, n], to be filled with log p and log q of the labels
+    asked: Question
 
     def __call__(self, hidden: Tensor, part: slice) -> Tensor:
         """From hidden [c, H], the rows `part` of all, to values [c]."""
+        asked, support = self.asked, self.asked.readout.support
         # logits of the support alone: no -inf enters any sum
-        z = replace(self.readout, support=None).logits(hidden)
+        z = replace(asked.readout, support=None).logits(hidden)
         log_q = self._tempered(z).log_softmax(-1)
-        if self.kind == "ce":
-            assert self.labels is not None
-            return -_at(log_q, self.labels[part])
-        assert self.teacher is not None
+        if asked.kind == "ce":
+            assert asked.labels is not None
+            return -_at(log_q, asked.labels[part])
+        assert asked.teacher is not None
         with torch.no_grad():
-            y = self.teacher_readout.logits(self.teacher[part])
-            log_p = _GREEDY.log_probs(y) if self.temperature == 0 else self._tempered(y).log_softmax(-1)
-            if self.beside is not None:
-                assert self.labels is not None
-                self.beside[0, part] = _at(log_p, self.labels[part])
-                self.beside[1, part] = self._drafters(log_q, self.labels[part])
-        if self.support is not None:
-            log_p = log_p.index_select(-1, self.support)
-        if self.kind == "overlap":
+            y = asked.teacher_readout.logits(asked.teacher[part])
+            log_p = _GREEDY.log_probs(y) if asked.temperature == 0 else self._tempered(y).log_softmax(-1)
+            if asked.beside is not None:
+                assert asked.labels is not None
+                asked.beside[0, part] = _at(log_p, asked.labels[part])
+                asked.beside[1, part] = self._drafters(log_q, asked.labels[part])
+        if support is not None:
+            log_p = log_p.index_select(-1, support)
+        if asked.kind == "overlap":
             return torch.minimum(log_p, log_q).exp().sum(-1)
-        if self.kind == "nla":
+        if asked.kind == "nla":
             return -torch.minimum(log_p, log_q).logsumexp(-1)
-        if self.kind == "reverse_kl":
+        if asked.kind == "reverse_kl":
             return (log_q.exp() * (log_q - log_p)).sum(-1)
-        if self.support is not None:
+        if support is not None:
             log_p = log_p.log_softmax(-1)  # p given the support
         return (log_p.exp() * (log_p - log_q)).sum(-1)
 
     def _tempered(self, logits: Tensor) -> Tensor:
-        return logits if self.temperature in (0.0, 1.0) else logits / self.temperature
+        return logits if self.asked.temperature in (0.0, 1.0) else logits / self.asked.temperature
 
     def _drafters(self, log_q: Tensor, tokens: Tensor) -> Tensor:
-        if self.support is None:
+        if self.asked.readout.support is None:
             return _at(log_q, tokens)
-        place = _places(tokens, self.readout)
+        place = places(tokens, self.asked.readout)
         return torch.where(place < 0, float("-inf"), _at(log_q, place.clamp(min=0)))
 
 
@@ -212,67 +224,14 @@ class _RowValues(torch.autograd.Function):
     """Values with the Jacobian rows d value / d hidden computed in forward."""
 
     @staticmethod
-    def forward(ctx: Any, student: Tensor, values: Callable[[Tensor, slice], Tensor], parts: list[slice]) -> Tensor:
-        jacobian = torch.empty(student.shape, dtype=student.dtype, device=student.device)
-        out = []
-        for part in parts:
-            with torch.enable_grad():
-                hidden = student[part].detach().requires_grad_()
-                value = values(hidden, part)
-                (jacobian[part],) = torch.autograd.grad(value.sum(), hidden)
-            out.append(value.detach())
-        ctx.save_for_backward(jacobian)
-        return torch.cat(out)
+    def forward(ctx: Any, student: Tensor, compute: _Compute) -> Tensor:
+        values, jacobian = compute(student, True)
+        assert jacobian is not None
+        ctx.save_for_backward(jacobian.to(student.dtype))
+        return values
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
         (jacobian,) = ctx.saved_tensors
-        return (jacobian * upstream.unsqueeze(-1)).to(jacobian.dtype), None, None
-
-
-def _places(tokens: Tensor, readout: Readout) -> Tensor:
-    """Target ids -> rows of the reduced vocabulary, -1 outside; int64 [n]."""
-    assert readout.support is not None
-    assert readout.vocab_size is not None
-    place = torch.full((readout.vocab_size,), -1, dtype=torch.int64, device=tokens.device)
-    place[readout.support] = torch.arange(readout.support.shape[0], device=tokens.device)
-    return place[tokens]
-
-
-def _labels_in_support(labels: Tensor, readout: Readout) -> Tensor:
-    labels = _places(labels, readout)
-    if bool((labels < 0).any()):
-        raise DraftloopError(
-            "a label is outside the drafter's reduced vocabulary", where="ce", fix="Give such rows weight 0."
-        )
-    return labels
-
-
-def _check(
-    kind: Kind,
-    student: Tensor,
-    readout: Readout,
-    teacher: Tensor | None,
-    teacher_readout: Readout,
-    labels: Tensor | None,
-    temperature: float,
-) -> None:
-    if temperature == 0 and kind not in ("ce", "overlap"):
-        raise DraftloopError(f"{kind} has no temperature 0", where="row_values")
-    given = labels if kind == "ce" else teacher
-    if given is None:
-        raise DraftloopError(f"{kind} needs {'labels' if kind == 'ce' else 'teacher rows'}", where="row_values")
-    if given.shape[0] != student.shape[0]:
-        raise DraftloopError(
-            f"{student.shape[0]} drafter rows but {given.shape[0]} to compare with", where="row_values"
-        )
-    if kind != "ce" and teacher_readout.support is not None:
-        raise DraftloopError("the target's law must cover the whole vocabulary", where="row_values")
-    # A trainable readout plugs in here: _RowValues would return d value / d weight too, summed over the chunks, and
-    # needs the upstream gradient for it, hence the logits a second time in backward.
-    weights = [readout.weight] if readout.bias is None else [readout.weight, readout.bias]
-    if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
-        raise DraftloopError(
-            "a trainable readout would get no gradient", where="row_values", fix="Freeze it (requires_grad_(False))."
-        )
+        return (jacobian * upstream.unsqueeze(-1)).to(jacobian.dtype), None

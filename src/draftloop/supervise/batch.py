@@ -100,6 +100,7 @@ def supervise(
     seed: int,
     need_teacher: bool,
     precision: torch.dtype = torch.float32,
+    together: list[Lesson] | None = None,
 ) -> Scored:
     """Choose anchors and proposals for a batch of lessons and have them scored.
 
@@ -109,13 +110,14 @@ def supervise(
         visits: how often each lesson was seen before.
         need_teacher: whether the objective reads the target's law.
         precision: compute type of the drafter's forward.
+        together: the lessons of all processes at this forward, which share its budget; default: `lessons`.
 
     Raises:
         InputError: a response too short for an anchor.
     """
     store.fill(lessons)
     device, drafted = target.device, drafter.spec.drafted
-    count = _count(stage, lessons, drafted)
+    count = _count(stage, together or lessons, drafted)
     chosen = []
     for lesson, visit in zip(lessons, visits, strict=True):
         if stage.anchors == "errors" or stage.anchors == "alpha":

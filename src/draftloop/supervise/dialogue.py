@@ -41,9 +41,14 @@ class Dialogue:
         """The id of the turn that is asked next, the key of its draws."""
         return turn_id(self.prompt.id, len(self._said))
 
+    @property
+    def open(self) -> bool:
+        """Whether a turn is left to ask."""
+        return not (self._ended or self.refused) and len(self._said) <= len(self.prompt.turns)
+
     def ask(self, target: Any, data: DataPart) -> list[int] | None:
         """Token ids to prompt the next turn with; None = all is asked, or the rest has grown too long."""
-        if self._ended or self.refused or len(self._said) > len(self.prompt.turns):
+        if not self.open:
             return None
         ids = encode_turn(target.tokenizer, self.prompt, self._said, template_kwargs=data.template_kwargs)
         self._ended = len(ids) > data.max_prompt_tokens

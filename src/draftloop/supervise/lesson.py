@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from draftloop.core.draws import key_of
 from draftloop.data.trunk import Trunk
 from draftloop.decode.trace import Generation, Step
+from draftloop.supervise.disk import TrunkFiles
 from draftloop.target.cache import TrunkState
 
 
@@ -71,43 +73,75 @@ def rolled_out(trunk: Trunk, generation: Generation) -> Lesson:
 
 
 class FeatureStore:
-    """Computes features of trunks once and leaves them on the lesson within a budget; beyond it they are recomputed.
+    """Computes features of trunks once and keeps them within a budget; beyond it they go to disk, or are recomputed.
 
     With `keep_state` the forward that makes the features also leaves the trunk's state (its keys and values), so that
     only branches need feeding later. States count against the same budget, at all times: one that does not fit is not
     made, and its trunk is fed again in the forward that scores its branches, which gives the same rows. After use,
     features stay before states do. Trunks that were just rolled out have no state.
 
+    With `files`, what memory has no room for is written there after use and read back bit for bit; where the states of
+    a batch need room, lessons kept earlier make way for them. What the files have no room for is computed again.
+
     Args:
         target: a `Target`.
         taps: layers whose outputs the drafter reads.
-        budget: bytes that may be kept.
+        budget: bytes that may be kept in memory.
         keep_state: whether to keep trunk states too.
+        files: where to put what memory has no room for.
 
     Attributes:
         left_out: how many times a state did not fit.
     """
 
-    def __init__(self, target: Any, taps: tuple[int, ...], budget: float, keep_state: bool = False) -> None:
-        self.target, self.taps, self.budget, self.keep_state = target, taps, budget, keep_state
+    def __init__(
+        self,
+        target: Any,
+        taps: tuple[int, ...],
+        budget: float,
+        keep_state: bool = False,
+        files: TrunkFiles | None = None,
+    ) -> None:
+        self.target, self.taps, self.budget, self.keep_state, self.files = target, taps, budget, keep_state, files
         self.left_out = 0
-        self._version = target.version
         self._held = 0
         self._kept: dict[int, Lesson] = {}  # by identity
         self._in_use: dict[int, Lesson] = {}  # filled, not yet released
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin with nothing kept, under the target's present weights."""
+        for lesson in (*self._kept.values(), *self._in_use.values()):
+            lesson.forget()
+        self._kept, self._in_use, self._held, self._version = {}, {}, 0, self.target.version
+        if self.files is not None:
+            where = (str(self.target.dtype), self.target.device.type, torch.__version__, version("transformers"))
+            self.files.open(self.target.fingerprint, self.taps, self.keep_state, where)
 
     def fits(self, lessons: list[Lesson]) -> bool:
-        """Whether the rows of these lessons can all be kept beside those that are."""
+        """Whether the rows of these lessons can all be kept beside those that are, in memory or on disk."""
         row = (len(self.taps) + 1) * self.target.hidden_size * self.target.readout.weight.element_size()
-        return self._held + sum(len(lesson.trunk) - 1 for lesson in lessons) * row <= self.budget
+        budget = self.budget + (self.files.budget if self.files is not None else 0)
+        return self._held + sum(len(lesson.trunk) - 1 for lesson in lessons) * row <= budget
 
-    def fill(self, lessons: list[Lesson], tokens_at_once: int = 4096) -> None:
-        """Give every lesson its features and hidden rows; lessons of similar length share a forward."""
+    def fill(self, lessons: list[Lesson], tokens_at_once: int = 4096, together: bool = False) -> None:
+        """Give every lesson its features and hidden rows; lessons of similar length share a forward.
+
+        Args:
+            lessons: in use from now until they are released.
+            tokens_at_once: slots of one forward.
+            together: if the rows of one are missing on disk too, compute those of all that are missing in memory, so
+                that forwards are shared alike however much an earlier process left there.
+
+        Raises:
+            EnvironmentFault: the disk is full.
+        """
         if self.target.version != self._version:  # the target's weights changed
-            for lesson in (*self._kept.values(), *self._in_use.values()):
-                lesson.forget()
-            self._kept, self._in_use, self._held, self._version = {}, {}, 0, self.target.version
+            self._begin()
         missing = sorted((one for one in lessons if one.features is None), key=lambda one: len(one.trunk))
+        self._in_use |= {id(one): one for one in lessons if not one.steps}
+        if self.files is not None and not (together and not all(self.files.holds(one.trunk) for one in missing)):
+            missing = [one for one in missing if not self._recall(one)]
         start = 0
         while start < len(missing):
             end = start + 1
@@ -131,33 +165,84 @@ class FeatureStore:
             known = len(lesson.trunk) - 1
             hidden = rows.hidden[i, : sizes[i]].clone()
             lesson.features, lesson.hidden = rows.features[i, :known].clone(), hidden[:known]
-            self._in_use[id(lesson)] = lesson
-            if self.keep_state:
-                held = self._held + sum(one.state.nbytes for one in self._in_use.values() if one.state is not None)
-                if held + cache.bytes_a_token() * sizes[i] + hidden.nbytes <= self.budget:
-                    lesson.state = cache.state(i, hidden, self.target.version)
-                else:
-                    self._leave_out()
+            if not self.keep_state:
+                continue
+            if self._has_room(cache.bytes_a_token() * sizes[i] + hidden.nbytes):
+                lesson.state = cache.state(i, hidden, self.target.version)
+            elif not self._write(lesson, cache.state(i, hidden, self.target.version) if self.files else None):
+                self._leave_out()
+
+    def _recall(self, lesson: Lesson) -> bool:
+        """Read a lesson's rows back from disk; whether they were there."""
+        assert self.files is not None
+        found = self.files.read(lesson.trunk, self.target.device)
+        if found is None:
+            return False
+        lesson.features, hidden, layers = found
+        lesson.hidden = hidden[: len(lesson.trunk) - 1]
+        if layers:
+            state = TrunkState(layers, hidden, self.target.version)
+            if self._has_room(state.nbytes):
+                lesson.state = state
+            else:
+                self._leave_out()
+        return True
+
+    def _write(self, lesson: Lesson, state: TrunkState | None) -> bool:
+        """Put a lesson's rows on disk; whether they are there now."""
+        if self.files is None:
+            return False
+        assert lesson.features is not None
+        assert lesson.hidden is not None
+        return self.files.write(lesson.trunk, lesson.features, lesson.hidden, state)
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether a state of this size fits, once lessons kept earlier have made way as far as the disk takes them."""
+        fresh = sum(
+            one.state.nbytes for key, one in self._in_use.items() if one.state is not None and key not in self._kept
+        )
+        for key in reversed(list(self._kept) if self.files is not None else []):
+            if self._held + fresh + nbytes <= self.budget:
+                break
+            lesson = self._kept[key]
+            if key not in self._in_use and self._write(lesson, lesson.state):
+                self._held -= self._kept.pop(key).nbytes
+                lesson.forget()
+        return self._held + fresh + nbytes <= self.budget
 
     def _leave_out(self) -> None:
         if not self.left_out:
             warnings.warn(
                 "feature_memory_gb has no room for every trunk's keys and values: the others are recomputed with their"
-                " branches, which gives the same numbers in more time. Raise it, or set branch.state: recompute.",
+                " branches, which gives the same numbers in more time. Raise it (or feature_disk_gb), or set"
+                " branch.state: recompute.",
                 stacklevel=2,
             )
         self.left_out += 1
 
     def release(self, lessons: list[Lesson]) -> None:
-        """After use: keep what the budget allows, drop the rest (it will be computed again)."""
+        """After use: keep what the budgets allow, in memory first; drop the rest (it will be computed again).
+
+        Raises:
+            EnvironmentFault: the disk is full.
+        """
         for lesson in lessons:
             self._in_use.pop(id(lesson), None)
             if lesson.steps or id(lesson) in self._kept:
                 continue  # a rollout's rows belong to the rollout
-            if self._held + lesson.nbytes > self.budget:
+            stateless = self.keep_state and lesson.state is None
+            if self._held + lesson.nbytes > self.budget or stateless:
+                if self._write(lesson, lesson.state):
+                    lesson.forget()
+                    continue
                 lesson.state = None
             if self._held + lesson.nbytes <= self.budget:
                 self._kept[id(lesson)] = lesson
                 self._held += lesson.nbytes
             else:
                 lesson.forget()
+
+    def close(self) -> None:
+        """Remove what lies on disk."""
+        if self.files is not None:
+            self.files.remove()

@@ -21,12 +21,13 @@ from draftloop.core.law import Sampling
 from draftloop.data.chat import encode_conversation
 from draftloop.data.prompts import Prompt
 from draftloop.data.trunk import Trunk
-from draftloop.decode.loop import decode
-from draftloop.decode.trace import Options, Request
+from draftloop.decode.loop import engine_of, rounds
+from draftloop.decode.trace import Generation, Options, Request
 from draftloop.recipe import DataPart
 from draftloop.supervise.dialogue import Dialogue
 
 SCHEMA = 2
+_TOLD = "settings"  # of a header: for people, its fingerprints decide
 _HOW = {"batch_size", "server", "server_model", "server_concurrency", "server_key_env"}  # not what is answered
 
 
@@ -64,10 +65,13 @@ def prepare_trunks(
         prompts: of one split.
         data: template arguments, limits, response options.
         path: JSON lines; an existing file of the same target and options is continued, but for prompts whose text has
-            changed under their id.
+            changed under their id. One of others is kept beside it, and taken up when they return.
         seed: of the keyed draws.
         greedy: answer at temperature 0 with one sample, whatever `data.response` says (held-out splits).
         advance: called with (responses done, responses in all).
+
+    Warns:
+        UserWarning: the file holds answers of another target or of other options.
 
     Raises:
         InputError: nothing is left to train on, the template cannot render a prompt, or the server is not the target's.
@@ -82,6 +86,8 @@ def prepare_trunks(
     }
     if answers.server is not None:
         header["by"] = "a server"  # which one does not matter: it is the same target, and may move
+    settings = {**answers.model_dump(exclude=_HOW), "max_prompt_tokens": data.max_prompt_tokens, "seed": seed}
+    header[_TOLD] = {**settings, "template_kwargs": data.template_kwargs}
     book = _Book(path, header, answers.regenerate)
     given = [p for p in prompts if book.given(p)]
     asked = [p for p in prompts if not book.given(p)]
@@ -113,10 +119,10 @@ def prepare_trunks(
             answer_by_server(target, work, data, answers, seed, lambda dialogue: keep([dialogue]))
     else:
         options = Options(answers.max_new_tokens, sampling, seed=seed, batch_size=answers.batch_size)
-        for start in range(0, len(work), answers.batch_size):
-            batch = work[start : start + answers.batch_size]
-            _answer(target, batch, data, options)
-            keep(batch)
+        # rows that end are refilled where the engine can, so it gets all the work; else a batch at a time
+        size = answers.batch_size if engine_of(target, None, options) == "eager" else max(len(work), 1)
+        for start in range(0, len(work), size):
+            _answer(target, work[start : start + size], data, options, keep)
     return _prepared(prompts, data, answers.samples, book)
 
 
@@ -160,12 +166,40 @@ def _nothing_left(path: Path, data: DataPart, long: int, short: int, refused: in
     return InputError(f"no prompt is left ({', '.join(reasons)})", where=str(path), fix=fix[0].upper() + fix[1:])
 
 
-def _answer(target: Any, batch: Sequence[Dialogue], data: DataPart, options: Options) -> None:
-    """All turns of a batch of prompts by our own target, turn by turn."""
-    while asking := [(one, ids) for one in batch if (ids := one.ask(target, data)) is not None]:
+def _answer(
+    target: Any,
+    work: Sequence[Dialogue],
+    data: DataPart,
+    options: Options,
+    keep: Callable[[Sequence[Dialogue]], None],
+) -> None:
+    """All turns of these prompts by our own target, turn by turn; what is answered is kept a batch at a time."""
+    place = {id(one): i for i, one in enumerate(work)}
+    ready: list[Dialogue] = []
+    left = list(work)
+    while left:
+        asking: list[tuple[Dialogue, list[int]]] = []
+        for one in left:
+            ids = one.ask(target, data)
+            if ids is None:
+                ready.append(one)
+            else:
+                asking.append((one, ids))
         requests = [Request(tuple(ids), key_of(one.name), one.sample) for one, ids in asking]
-        for (one, ids), made in zip(asking, decode(target, None, requests, options), strict=True):
-            one.take(target, ids, made.tokens, made.finished)
+        results = [Generation(request.ids) for request in requests]
+        left = []
+        for commits in rounds(target, None, requests, options, results):
+            for commit in commits:
+                if commit.done:
+                    one, ids = asking[commit.index]
+                    one.take(target, ids, results[commit.index].tokens, results[commit.index].finished)
+                    (left if one.open else ready).append(one)
+            if len(ready) >= options.batch_size:
+                keep(sorted(ready, key=lambda one: place[id(one)]))
+                ready = []
+        left.sort(key=lambda one: place[id(one)])
+    if ready:
+        keep(sorted(ready, key=lambda one: place[id(one)]))
 
 
 @dataclass(frozen=True)
@@ -183,7 +217,9 @@ class _Book:
         self.path, self.regenerate = path, regenerate
         self._kept: dict[tuple[str, int, str], Kept] = {}
         lines = _whole_lines(path)
-        if lines and json.loads(lines[0]) == header:
+        if lines and _identity(json.loads(lines[0])) != _identity(header):
+            lines = _exchange(path, lines, header)
+        if lines:
             for number, line in enumerate(lines[1:], start=2):
                 row = json.loads(line)
                 trunks = [Trunk.from_json(t, f"{path}:{number}") for t in row["trunks"]]
@@ -224,6 +260,45 @@ class _Book:
                 os.fsync(handle.fileno())
         except OSError as error:
             raise writing_fault(error, self.path) from error
+
+
+def _identity(header: Any) -> dict[str, Any]:
+    """What must be the same for a file to be continued."""
+    return {key: value for key, value in header.items() if key != _TOLD} if isinstance(header, dict) else {}
+
+
+def _exchange(path: Path, lines: list[str], new: dict[str, Any]) -> list[str]:
+    """Move a file of other answers aside, and the one that was put aside for these in its place; its lines."""
+    old, answered = json.loads(lines[0]), len(lines) > 1
+    aside, before = (path.with_name(f"{path.stem}-{fingerprint(_identity(one))}.jsonl") for one in (old, new))
+    try:
+        if answered:
+            os.replace(path, aside)
+        else:
+            path.unlink()
+        if before.exists():
+            os.replace(before, path)
+    except OSError as error:
+        raise writing_fault(error, path) from error
+    lines = _whole_lines(path)
+    if not answered:
+        return lines
+    warnings.warn(
+        f"{path}: its answers are of other settings ({'; '.join(_differences(old, new))}) and are kept as {aside.name};"
+        + (" those given before with the present ones are taken up." if lines else " the prompts are answered anew."),
+        stacklevel=5,
+    )
+    return lines
+
+
+def _differences(old: Any, new: dict[str, Any]) -> list[str]:
+    """What two headers differ in, for people."""
+    old = old if isinstance(old, dict) else {}
+    before, now = old.get(_TOLD) or {}, new[_TOLD]
+    said = [f"{key}: {before[key]}, now {now[key]}" for key in now if key in before and before[key] != now[key]]
+    if old.get("target") != new["target"]:
+        said.append(f"target: {old.get('target')}, now {new['target']}")
+    return said or [f"another {key}" for key in _identity(new) if old.get(key) != new[key]]
 
 
 def _whole_lines(path: Path) -> list[str]:

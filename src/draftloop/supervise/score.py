@@ -21,15 +21,17 @@ from draftloop.supervise.propose import trunk_run
 
 def trunk_rows(lessons: list[Lesson], blocks: Blocks) -> Tensor:
     """Teacher rows of `trunk` proposals, [N, K, H]: the trunk's own, no forward (rows that are not valid are zero)."""
-    first = lessons[0].hidden
-    assert first is not None
-    out = first.new_zeros(*blocks.tokens.shape, first.shape[-1])
-    place = blocks.anchor.unsqueeze(1) + blocks.position - 1
-    for i, lesson in enumerate(lessons):
-        mine = (blocks.row == i).unsqueeze(1) & blocks.valid
-        assert lesson.hidden is not None
-        out[mine] = lesson.hidden[place[mine]]
-    return out
+    return _read([lesson.hidden for lesson in lessons], blocks, blocks.valid)
+
+
+def _read(hidden: list[Tensor | None], blocks: Blocks, wanted: Tensor) -> Tensor:
+    """[N, K, H]: the wanted positions' rows of each trunk's [T_i, H] (None: not wanted), 0 elsewhere."""
+    sizes = [0 if rows is None else len(rows) for rows in hidden]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    start = torch.tensor(starts, dtype=torch.int64, device=wanted.device)[blocks.row]
+    place = (start + blocks.anchor).unsqueeze(1) + blocks.position - 1
+    held = torch.cat([rows for rows in hidden if rows is not None])
+    return torch.where(wanted.unsqueeze(-1), held[torch.where(wanted, place, 0)], 0)
 
 
 def recorded_rows(lessons: list[Lesson], blocks: Blocks) -> Tensor:
@@ -42,7 +44,7 @@ def recorded_rows(lessons: list[Lesson], blocks: Blocks) -> Tensor:
     return torch.stack(rows)
 
 
-def scored_rows(target: Any, lessons: list[Lesson], blocks: Blocks, tokens_at_once: int = 4096) -> Tensor:
+def scored_rows(target: Any, lessons: list[Lesson], blocks: Blocks, tokens_at_once: int | None = None) -> Tensor:
     """Teacher rows of any proposals, from as few target forwards as the budget allows.
 
     Args:
@@ -50,18 +52,21 @@ def scored_rows(target: Any, lessons: list[Lesson], blocks: Blocks, tokens_at_on
         lessons: the batch; one with a state of the target's present version is resumed, any other recomputed.
         blocks: what to score, on the target's device.
         tokens_at_once: slots of one forward, trunks and padding included; a trunk whose branches exceed it is visited
-            several times, and one longer than it goes alone.
+            several times, and one longer than it goes alone. Default: 16384 on a GPU, where a small target's forward
+            costs its launches and not its tokens, else 4096.
 
     Returns:
         [N, K, H]; rows that are not valid are zero.
     """
+    tokens_at_once = tokens_at_once or (16384 if target.device.type == "cuda" else 4096)
     plan = _Plan.of(lessons, blocks)
     kept = {i for i, one in enumerate(lessons) if one.state is not None and one.state.version == target.version}
     out = torch.zeros(*blocks.tokens.shape, target.hidden_size, dtype=target.dtype, device=target.device)
-    for i in kept:
-        mine = plan.on_trunk & (blocks.row == i).unsqueeze(1)
-        place = blocks.anchor.unsqueeze(1) + blocks.position - 1
-        out[mine] = lessons[i].state.hidden[place[mine]]  # type: ignore[union-attr]
+    if kept:
+        states = [one.state if i in kept else None for i, one in enumerate(lessons)]
+        held = torch.tensor([state is not None for state in states], device=out.device)[blocks.row]
+        there = plan.on_trunk & held.unsqueeze(1)
+        out = _read([None if state is None else state.hidden for state in states], blocks, there)
     for resumed in (False, True):
         pieces = plan.pieces(kept if resumed else set(range(len(lessons))) - kept, resumed, tokens_at_once)
         for rows in share_rows([piece.slots for piece in pieces], tokens_at_once):

@@ -7,9 +7,10 @@ it with the model's own plain forward. Knows no drafter and no loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,14 +19,19 @@ from torch import Tensor
 from draftloop.core.tree import Packed, Tree
 from draftloop.target.cache import RowCache, TrunkCache, TrunkState
 
-# bool [b, 1, queries, keys], or one such mask for each kind of layer (None where a kind takes none)
-Masks = Tensor | dict[str, Tensor | None]
+# bool [b, 1, queries, keys] or a BlockMask of that shape, or one such mask for each kind of layer (None: takes none)
+Masks = Any
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
 class AttentionFamily(Protocol):
     """What `Target` asks of a kind of attention."""
+
+    @property
+    def why_not_fixed(self) -> str:
+        """Why such layers cannot decode with fixed shapes, as a clause; empty if they can."""
+        ...
 
     def new_cache(self, layers: int, capacity: int) -> RowCache:
         """An empty cache for texts of at most `capacity` tokens."""
@@ -44,8 +50,8 @@ class AttentionFamily(Protocol):
         """
         ...
 
-    def tree_masks(self, tree: Tree, first: int = 0) -> Masks:
-        """Masks of the slots from `first` on, over all slots of the tree."""
+    def tree_masks(self, tree: Tree, first: int = 0, flex: bool = False) -> Masks:
+        """Masks of the slots from `first` on, over all slots of the tree; dense ones, or BlockMasks."""
         ...
 
     def mixing(self, over: RowCache | TrunkCache | Tree) -> AbstractContextManager[None]:
@@ -69,6 +75,12 @@ class SoftmaxAttention:
     config: Any
     kinds: frozenset[str]
 
+    @property
+    def why_not_fixed(self) -> str:
+        """Keys and values of a fixed size are all that such layers need."""
+        eager = getattr(self.config, "_attn_implementation", "") == "eager"
+        return "it attends eagerly, for its class has no other way" if eager else ""
+
     def new_cache(self, layers: int, capacity: int) -> RowCache:
         """Every position is kept: what lies outside a window is masked, not dropped."""
         return RowCache(layers, capacity)
@@ -79,28 +91,36 @@ class SoftmaxAttention:
 
     def text_masks(self, seen: Tensor, positions: Tensor) -> Masks:
         """See `AttentionFamily.text_masks`."""
-        return self._by_kind(seen, positions, torch.arange(seen.shape[-1], device=seen.device))
 
-    def tree_masks(self, tree: Tree, first: int = 0) -> Masks:
+        def within(window: int | None, chunk: int | None) -> Tensor:
+            mask, query = seen, positions.unsqueeze(-1)
+            slots = torch.arange(seen.shape[-1], device=seen.device)
+            if window is not None:
+                mask = mask & (query - slots < window).unsqueeze(1)
+            if chunk is not None:
+                mask = mask & (query // chunk == slots // chunk).unsqueeze(1)
+            return mask
+
+        return self._by_kind(within)
+
+    def tree_masks(self, tree: Tree, first: int = 0, flex: bool = False) -> Masks:
         """Counted in logical positions, for slots of a tree do not stand in the order of the text."""
-        return self._by_kind(tree.dense_mask(first), tree.position[:, first:], tree.position.unsqueeze(1))
+        return self._by_kind(partial(tree.block_mask if flex else tree.dense_mask, first))
 
     def mixing(self, over: RowCache | TrunkCache | Tree) -> AbstractContextManager[None]:
         """Masks say it all."""
         return nullcontext()
 
-    def _by_kind(self, seen: Tensor, query: Tensor, key: Tensor) -> Masks:
-        """Masks from what is at or before each query, and the logical positions of queries [b, t] and of keys."""
-        query = query.unsqueeze(-1)
-        masks: dict[str, Tensor | None] = {FULL: seen}
-        if SLIDING in self.kinds:
-            masks[SLIDING] = seen & (query - key < self.config.sliding_window).unsqueeze(1)
-        if CHUNKED in self.kinds:
-            size = self.config.attention_chunk_size
-            masks[CHUNKED] = seen & (query // size == key // size).unsqueeze(1)
-        if len(self.kinds) > 1:
-            return masks
-        return masks[next(iter(self.kinds))]  # type: ignore[return-value]  # of one kind: a mask, no dictionary
+    def _by_kind(self, mask: Callable[[int | None, int | None], Any]) -> Masks:
+        """Masks from a function of the window and the chunk, None where there is none."""
+        sizes = {
+            FULL: (None, None),
+            SLIDING: (getattr(self.config, "sliding_window", None), None),
+            CHUNKED: (None, getattr(self.config, "attention_chunk_size", None)),
+        }
+        made = {kind: mask(*sizes[kind]) for kind in self.kinds}
+        # models with layers of one kind take a mask, not a dictionary
+        return made if len(made) > 1 else made.popitem()[1]
 
 
 @contextmanager

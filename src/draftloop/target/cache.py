@@ -122,6 +122,10 @@ class RowCache(Cache):
         seen = torch.arange(self.span, device=positions.device)
         return (seen <= positions.unsqueeze(-1)).unsqueeze(1)
 
+    def fit(self, masks: Any) -> Any:
+        """The masks of a forward, in the form that its attention reads: as they are."""
+        return masks
+
     def select(self, rows: Tensor) -> None:
         """Keep only these rows (int64 [m]), in this order."""
         for layer in self.layers:

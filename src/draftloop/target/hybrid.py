@@ -91,6 +91,11 @@ class HybridAttention(SoftmaxAttention):
     mixers: tuple[GatedDeltaNet, ...]
     spacing: int = SPACING
 
+    @property
+    def why_not_fixed(self) -> str:
+        """See `AttentionFamily.why_not_fixed`."""
+        return "its recurrent states are put back by logs, whose size changes from round to round"
+
     def spaced(self, spacing: int) -> HybridAttention:
         """The same with snapshots `spacing` tokens apart (1 to 64, or a multiple of 64)."""
         return replace(self, spacing=spacing)
@@ -166,8 +171,8 @@ class HybridAttention(SoftmaxAttention):
             got, _ = mixer.go_on(given.at(row, slot), state, tail, self.spacing)
             lay(out, got, row, slot)
 
-    def _by_kind(self, seen: Tensor, query: Tensor, key: Tensor) -> Masks:
-        softmax = super()._by_kind(seen, query, key)
+    def _by_kind(self, mask: Callable[[int | None, int | None], Any]) -> Masks:
+        softmax = super()._by_kind(mask)
         return {**(softmax if isinstance(softmax, dict) else {FULL: softmax}), LINEAR: None}
 
 

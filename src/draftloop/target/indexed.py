@@ -6,10 +6,11 @@ What the indexers and the n-gram modules remember of a text is kept slot by slot
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -131,9 +132,8 @@ class IndexedAttention(HybridAttention):
             back = tree.ancestors(gram.reach)[:, first:]
             stack.enter_context(gram.over(back, lambda ids: tree.tokens, everywhere))
 
-    def _by_kind(self, seen: Tensor, query: Tensor, key: Tensor) -> Masks:
-        masks = super()._by_kind(seen, query, key)
-        assert isinstance(masks, dict)
+    def _by_kind(self, mask: Callable[[int | None, int | None], Any]) -> Masks:
+        masks = super()._by_kind(mask)
         return {**masks, **dict.fromkeys(INDEXED, masks[FULL])}
 
 

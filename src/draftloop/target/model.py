@@ -8,8 +8,9 @@ branches, on trunks whose state was kept. What depends on the kind of attention 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -23,6 +24,8 @@ from draftloop.core.law import Law, Readout, Sampling
 from draftloop.core.tree import Packed, Tree
 from draftloop.target.attention import AttentionFamily, Masks
 from draftloop.target.cache import RowCache, TrunkState
+from draftloop.target.fixed import FixedCache, Kernel, WholeCache, attending_fixed, compiled, why_not_fixed
+from draftloop.target.flex import attending_flex, chosen, flex_fault
 
 Read = tuple[Tensor, Tensor]  # int64 [n], int64 [n]: rows and slots whose hidden rows are wanted
 
@@ -51,6 +54,8 @@ class Target:
         context_limit: longest text that it can score exactly.
         version: counts weight changes (`touch`); it keys features, trunk states and traces.
         family: what its kind of attention needs.
+        tree_attention: how trees are read: `dense` masks, `flex` = FlexAttention, or `auto`, see `flex.chosen`.
+        engine: how texts are decoded where the options say `auto` (see `decode.trace.Options`).
     """
 
     def __init__(
@@ -73,6 +78,9 @@ class Target:
         self.context_limit = context_limit
         self.name = name
         self.version = 0
+        self.tree_attention = "auto"
+        self._flex_fault: str | None = None  # not tried yet
+        self.engine = "auto"
         self._reads_early = True  # whether the last layer's output may be cut down to the slots that are read
         self._cache_name = "cache" if "cache" in inspect.signature(base.forward).parameters else "past_key_values"
 
@@ -135,6 +143,30 @@ class Target:
         self.check_length(capacity)
         return self.family.new_cache(self.num_layers, capacity)
 
+    def why_not_fixed(self) -> str:
+        """Why it cannot decode with fixed shapes, as a clause; empty if it can."""
+        return self.family.why_not_fixed or why_not_fixed(self._base.config)
+
+    def new_fixed_cache(self, rows: int, capacity: int) -> FixedCache:
+        """A cache of `rows` texts whose tensors keep their size and place; `capacity` may exceed the context."""
+        own: Any = self._base.config
+        heads = int(own.num_attention_heads)
+        shared = int(getattr(own, "num_key_value_heads", None) or heads)
+        return FixedCache(self.num_layers, rows, capacity, heads // shared, self.readout.weight)
+
+    def new_prompt_cache(self, capacity: int) -> WholeCache:
+        """An empty cache for prompts of which the longest has `capacity` tokens."""
+        return WholeCache(self.num_layers, capacity)
+
+    @contextmanager
+    def fixed(self, cache: FixedCache, kernel: Kernel, compiler: Callable[[Any], Any] | None = None) -> Iterator[None]:
+        """Let the model read a `FixedCache` for a while, its layers compiled where a compiler is given."""
+        with ExitStack() as stack:
+            stack.enter_context(attending_fixed((self.config, self._base.config), kernel))
+            if compiler is not None:
+                stack.enter_context(compiled(self._base, self._layers, cache, self._cache_name, compiler))
+            yield
+
     def check_length(self, tokens: int) -> None:
         """Refuse texts that the target cannot score exactly.
 
@@ -158,7 +190,7 @@ class Target:
             positions: int64 [b, t], ascending by one in each row; padding may stand behind a row's end.
             taps: decoder layers whose outputs are wanted.
         """
-        masks = self.family.text_masks(cache.aim(positions), positions)
+        masks = cache.fit(self.family.text_masks(cache.aim(positions), positions))
         return self._forward(ids, positions, masks, taps, self.family.mixing(cache), cache)
 
     @torch.no_grad()
@@ -174,8 +206,9 @@ class Target:
             InputError: a text is longer than `context_limit`.
         """
         self.check_length(int(tree.position.max()) + 1)
-        masks = self.family.tree_masks(tree)
-        return self._forward(tree.tokens, tree.position, masks, taps, self.family.mixing(tree), read=read)
+        flex = self._flexes(tree)
+        masks, mixing = self.family.tree_masks(tree, flex=flex), self.family.mixing(tree)
+        return self._forward(tree.tokens, tree.position, masks, taps, mixing, read=read, flex=flex)
 
     @torch.no_grad()
     def resume(self, packed: Packed, states: list[TrunkState], read: Read) -> Tensor:
@@ -195,10 +228,28 @@ class Target:
         assert all(state.version == self.version for state in states), "a state of other weights"
         tree, first = packed.tree, packed.first
         self.check_length(int(tree.position.max()) + 1)
-        cache, masks = self.family.resume(states, packed), self.family.tree_masks(tree, first)
+        flex = self._flexes(tree)
+        cache, masks = self.family.resume(states, packed), self.family.tree_masks(tree, first, flex=flex)
         read = (read[0], read[1] - first)
-        mixing = self.family.mixing(cache)
-        return self._forward(tree.tokens[:, first:], tree.position[:, first:], masks, (), mixing, cache, read).hidden
+        mixing, ids, place = self.family.mixing(cache), tree.tokens[:, first:], tree.position[:, first:]
+        return self._forward(ids, place, masks, (), mixing, cache, read, flex).hidden
+
+    def _flexes(self, tree: Tree) -> bool:
+        """Whether this tree is read by FlexAttention; asked for and wrong is an error, chosen and wrong is dense.
+
+        Raises:
+            InputError: FlexAttention was asked for, and gives other rows on this model or does not run.
+        """
+        if not chosen(self.tree_attention, self.device, self.dtype, tree.tokens.shape[1]):
+            return False
+        if self._flex_fault is None:
+            self._flex_fault = ""  # while it is tried
+            self._flex_fault = flex_fault(self)
+            if self._flex_fault and self.tree_attention == "auto":
+                warnings.warn(f"{self.name}: {self._flex_fault}; its trees are read with dense masks", stacklevel=3)
+        if self._flex_fault and self.tree_attention == "flex":
+            raise InputError(self._flex_fault, where=self.name, fix="Set target.tree_attention to auto or dense.")
+        return not self._flex_fault
 
     def _forward(
         self,
@@ -209,14 +260,16 @@ class Target:
         mixing: AbstractContextManager[None],
         cache: Any = None,
         read: Read | None = None,
+        flex: bool = False,
     ) -> Rows:
         kwargs: dict[str, Any] = {} if cache is None else {self._cache_name: cache}
         # a last block may reach beyond the context, where learned positions end; nothing of that is kept
         places = positions.clamp(max=self.context_limit - 1)
         early = read if self._reads_early else None
-        if getattr(self.config, "_attn_implementation", "") == "eager":  # it adds masks to the scores
+        if getattr(self.config, "_attn_implementation", "") == "eager" and not flex:  # it adds masks to the scores
             masks = _added(masks, self.dtype)
-        with self._tapped(taps) as tapped, self._cut_down(early), mixing:
+        attending = attending_flex(self._base) if flex else nullcontext()
+        with self._tapped(taps) as tapped, self._cut_down(early), attending, mixing:
             out = self._base(
                 input_ids=ids, position_ids=places, attention_mask=masks, use_cache=cache is not None, **kwargs
             )

@@ -22,6 +22,7 @@ from draftloop.drafter.build import for_decoding
 from draftloop.evaluate.report import write_report
 from draftloop.formats.mask_vector import MASK
 from draftloop.formats.zlab import save_drafter
+from draftloop.objective.fused import why_eager
 from draftloop.recipe import Recipe, StagePart
 from draftloop.recipe_file import dump_recipe
 from draftloop.train.checkpoint import State, load
@@ -62,6 +63,13 @@ def train(
     unbounded = [stage.name for stage in recipe.stages if stage.steps is None and stage.minutes is None]
     if unbounded:
         raise InputError(f"stage {unbounded[0]!r} has no end", where="stages", fix="Give it steps or minutes.")
+    double = [stage.name for stage in recipe.stages if stage.steps is not None and stage.minutes is not None]
+    if double:
+        raise InputError(
+            f"stage {double[0]!r} has both steps and minutes",
+            where="stages",
+            fix="Set one of them to null; in the recipe.yaml of a run, steps are what its minutes came to.",
+        )
     folder = out or Path(recipe.out or f"runs/{recipe.name}")
     with together(recipe.target.device) as ranks:
         say = say if ranks.first else _silence
@@ -73,6 +81,7 @@ def train(
         material = gather(found or recipe, folder, new=found is None, quiet=quiet or not ranks.first, ranks=ranks)
         try:
             _run(material, began, say)
+            material.store.close()
         finally:
             material.release()
     return folder
@@ -95,6 +104,8 @@ def _run(material: Material, began: float, say: Say) -> None:
     """All stages, then the end; `began` = monotonic time at which this attempt began."""
     folder = material.folder
     say(_size_up(material))
+    if how := _kernels(material):
+        say(how)
     material.read_ahead()
     say(cost_sheet([_cost(material, stage) for stage in material.recipe.stages]))
     earlier = _seconds(folder)
@@ -149,7 +160,30 @@ def _size_up(material: Material) -> str:
     dropped = sum(len(p.too_long) + len(p.too_short) for p in parts.values())
     if dropped:
         lines.append(f"{dropped} prompts were left out (too long, or answered with fewer than two tokens).")
+    disk = material.recipe.feature_disk_gb
+    if disk:
+        lines.append(f"Up to {disk:g} GB of trunk features may lie in features/ until the run is complete.")
     lines.append(f"{material.overlap()}")
+    return "\n".join(lines)
+
+
+def _why_eager(material: Material, stage: StagePart) -> str | None:
+    heads = [material.drafter.readout, material.target.readout]
+    return why_eager(stage.objective.kernel, heads, material.target.device)
+
+
+def _kernels(material: Material) -> str:
+    """How each stage's loss is computed, where there is a choice."""
+    lines = []
+    for stage in material.recipe.stages:
+        reason = _why_eager(material, stage)
+        if material.target.device.type == "cuda" or reason is None:
+            how = (
+                "by Triton kernels"
+                if reason is None
+                else f"in chunks of {stage.objective.chunk} rows, because {reason}"
+            )
+            lines.append(f"Stage {stage.name}: readout and loss {how}.")
     return "\n".join(lines)
 
 
@@ -169,12 +203,13 @@ def _cost(material: Material, stage: StagePart) -> Cost:
         tokens += round(steps * stage.accumulate * stage.batch_size * (mean + branches))
     weights = sum(p.numel() for p in material.drafter.parameters()) * 4
     vocabulary = material.target.vocab_size * 4
+    chunk = stage.objective.chunk if _why_eager(material, stage) else 0
     return Cost(
         stage.name,
         steps,
         tokens,
         disk_bytes=weights * 5,  # a checkpoint: weights, two moments, the best ones; and the stage's result
-        memory_bytes=weights * 5 + stage.objective.chunk * vocabulary * 3,
+        memory_bytes=weights * 5 + chunk * vocabulary * 3,
         seconds=stage.minutes * 60 if stage.minutes else None,
     )
 

@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import platform
+import shlex
 import shutil
 import sys
 import weakref
@@ -30,8 +31,10 @@ from draftloop.data.prompts import Prompt, read_prompts, split
 from draftloop.drafter.build import new_drafter
 from draftloop.drafter.spec import spec_for
 from draftloop.formats.load import load_drafter
+from draftloop.objective.fused import why_eager
 from draftloop.recipe import Recipe, TargetPart
 from draftloop.recipe_file import dump_recipe, load_recipe, recipe_differences, recipe_fingerprint
+from draftloop.supervise.disk import files_of
 from draftloop.supervise.lesson import FeatureStore, Lesson
 from draftloop.supervise.responses import Prepared, prepare_trunks
 from draftloop.target.load import load_target
@@ -112,7 +115,7 @@ class Material:
         with Progress("read the trunks", len(wanted), unit="trunks", silent=self.quiet) as progress:
             for start in range(0, len(wanted), 32):
                 part = wanted[start : start + 32]
-                self.store.fill(part)
+                self.store.fill(part, together=True)
                 self.store.release(part)
                 progress.update(start + len(part))
 
@@ -182,7 +185,7 @@ def alone(folder: Path) -> Iterator[ExitStack]:
 def begin_run(recipe: Recipe, folder: Path) -> None:
     """Make the run directory, without what an earlier run left there but for the target's answers."""
     (folder / "recipe.yaml").unlink(missing_ok=True)  # first: without it nobody takes up what is half removed
-    for stale in ("checkpoints", "rollouts", "stages", "drafter", "tensorboard"):
+    for stale in ("checkpoints", "rollouts", "stages", "drafter", "tensorboard", "features"):
         shutil.rmtree(folder / stale, ignore_errors=True)
     for name in ("stages.json", "summary.json", "report.html", "metrics.jsonl", "raw.jsonl"):
         (folder / name).unlink(missing_ok=True)
@@ -226,6 +229,8 @@ def gather(recipe: Recipe, folder: Path, *, new: bool, quiet: bool = False, rank
         drafter = load_drafter(recipe.drafter.init, target, dtype=torch.float32)
     else:
         drafter = new_drafter(spec_for(recipe.drafter, target), target, recipe.seed)
+    for stage in recipe.stages:  # refuses kernels that cannot be had here
+        why_eager(stage.objective.kernel, [drafter.readout, target.readout], target.device)
     with alone(folder) if ranks.first else ExitStack() as lock:
         if new and ranks.first:
             begin_run(recipe, folder)
@@ -233,7 +238,13 @@ def gather(recipe: Recipe, folder: Path, *, new: bool, quiet: bool = False, rank
             lambda: {name: answer_split(recipe, target, prompts[name], name, folder, quiet=quiet) for name in SPLITS}
         )
         keep = any(stage.branch.state == "keep" for stage in recipe.stages)
-        store = FeatureStore(target, drafter.spec.target_layers, recipe.feature_memory_gb * 2**30, keep_state=keep)
+        store = FeatureStore(
+            target,
+            drafter.spec.target_layers,
+            recipe.feature_memory_gb * 2**30,
+            keep_state=keep,
+            files=files_of(folder / "features", recipe.feature_disk_gb * 2**30, ranks.rank, ranks.world),
+        )
         material = Material(recipe, folder, target, drafter, prompts, prepared, store, quiet, ranks)
         material.hold(lock.pop_all())
     return material
@@ -241,13 +252,16 @@ def gather(recipe: Recipe, folder: Path, *, new: bool, quiet: bool = False, rank
 
 def load_recipe_target(part: TargetPart, dtype: str | None = None) -> Target:
     """The target that a recipe names, in its own type or another."""
-    return load_target(
+    target = load_target(
         part.model,
         dtype=dtype or part.dtype,
         device=part.device,
         revision=part.revision,
         trust_remote_code=part.trust_remote_code,
     )
+    target.tree_attention = part.tree_attention
+    target.engine = part.engine
+    return target
 
 
 def read_splits(recipe: Recipe) -> dict[str, list[Prompt]]:
@@ -300,8 +314,8 @@ def command() -> str:
     name = Path(sys.argv[0]).name
     ours = name in ("draftloop", "__main__.py")
     if ours and launched() > 1:
-        return " ".join([f"torchrun --nproc-per-node {launched()} -m draftloop.cli", *sys.argv[1:]])
-    return " ".join(["draftloop" if ours else name, *sys.argv[1:]])
+        return f"torchrun --nproc-per-node {launched()} -m draftloop.cli {shlex.join(sys.argv[1:])}".rstrip()
+    return shlex.join(["draftloop" if ours else name, *sys.argv[1:]])
 
 
 def versions() -> dict[str, str]:

@@ -231,6 +231,7 @@ class StageRun:
             seed=self.material.recipe.seed ^ self.key,
             need_teacher=needs_teacher(self.part.objective),
             precision=self.material.precision,
+            together=[self.lessons[i] for i in picked],
         )
 
     def _order(self, step: int, epoch: int, count: int) -> Tensor:

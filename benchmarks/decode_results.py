@@ -1,0 +1,126 @@
+"""results/decode.json from the raw rows of `benchmarks/decode.py`; `results.py` calls `derive` and `table`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bench_results import rounded
+
+ROOT = Path(__file__).resolve().parent.parent
+RAW = ROOT / "results" / "raw" / "decode-h200.jsonl"
+OUT = ROOT / "results" / "decode.json"
+WHERE = ("batch", "temperature", "engine", "kernel")
+Row = dict[str, Any]
+
+
+def read(path: Path) -> list[Row]:
+    """Rows of one measurement; a last line that a kill cut off is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").split("\n"):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def derive(raw: Path = RAW) -> dict[Path, str]:
+    """Every derived file's text; nothing where there are no raw rows."""
+    if not raw.is_file():
+        return {}
+    return {OUT: json.dumps(rounded(summarise(read(raw))), indent=1, sort_keys=True) + "\n"}
+
+
+def summarise(rows: list[Row]) -> Row:
+    """The cells, plain and speculative side by side, and the headline at batch 1 and temperature 0.
+
+    The headline sets the fastest speculative decoding against the fastest plain decoding, each by the engine and kernel
+    that suit it best: speculation has to beat the best that goes without it.
+    """
+    heads = [row for row in rows if row["kind"] == "run"]
+    cells = [row for row in rows if row["kind"] == "cell"]
+    pairs: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in cells:
+        pairs.setdefault(tuple(row[key] for key in WHERE), {})[row["arm"]] = row
+    table = [_pair(dict(zip(WHERE, where, strict=True)), arms) for where, arms in pairs.items()]
+    found: Row = {
+        "settings": {key: value for key, value in heads[0].items() if key not in ("kind", "at_s")},
+        "checks": [{key: value for key, value in row.items() if key not in ("kind", "at_s")}
+                   for row in rows if row["kind"] == "check"],
+        "cells": table,
+        "generation": [{key: value for key, value in row.items() if key not in ("kind", "at_s")}
+                       for row in rows if row["kind"] == "generation"],
+        "failed": [row["why"] for row in rows if row["kind"] == "failed"],
+    }  # fmt: skip
+    found["same_tokens_in_float32"] = bool(found["checks"]) and all(
+        row["same"] == row["prompts"] for row in found["checks"]
+    )
+    first = [cell for cell in table if (cell["batch"], cell["temperature"]) == (1, 0)]
+    first = [cell for cell in first if cell["engine"] != "eager"]  # it decodes fewer prompts, for comparison
+    best = {arm: max((cell for cell in first if arm in cell), key=lambda cell: cell[arm]["tokens_per_s"], default=None)
+            for arm in ("plain", "speculative")}  # fmt: skip
+    plain, drafted = best["plain"], best["speculative"]
+    if plain is not None:
+        found["plain_tokens_per_s_b1"] = plain["plain"]["tokens_per_s"]
+    if plain is not None and drafted is not None:
+        found["speculative_over_plain_b1"] = drafted["speculative"]["tokens_per_s"] / plain["plain"]["tokens_per_s"]
+        found["tau_b1"] = drafted["speculative"]["tau"]
+    found["engines_b1"] = {arm: f"{cell['engine']}, {cell['kernel']}" for arm, cell in best.items() if cell is not None}
+    return found
+
+
+def _pair(where: Row, arms: dict[str, Row]) -> Row:
+    """Plain and speculative decoding in one cell; speculation pays above tau = round cost."""
+    cell = dict(where)
+    for arm, row in arms.items():
+        told = {key: row[key] for key in ("tokens_per_s", "ms_per_round", "rounds", "tokens", "seconds")}
+        steps = sum(steps for _, steps in row["responses"])
+        if arm == "speculative":
+            told["tau"] = sum(tokens for tokens, _ in row["responses"]) / max(steps, 1)
+        cell[arm] = told
+    if len(arms) == 2:
+        cell["round_cost"] = cell["speculative"]["ms_per_round"] / cell["plain"]["ms_per_round"]
+        cell["speedup"] = cell["speculative"]["tokens_per_s"] / cell["plain"]["tokens_per_s"]
+        cell["pays"] = cell["speedup"] > 1
+    return cell
+
+
+def table(raw: Path = RAW) -> str:
+    """The cells as Markdown tables."""
+    if not raw.is_file():
+        return ""
+    found = rounded(summarise(read(raw)))
+    settings, checks = found["settings"], found["checks"]
+    lines = [
+        f"`{settings['command']}` on {settings['hardware'].get('gpu', 'CPU')}, torch {settings['versions']['torch']},"
+        f" transformers {settings['versions']['transformers']}; drafter {settings['drafter']['from']}, block"
+        f" {settings['drafter']['block_size']}. In float32 the engine wrote the eager loop's tokens for"
+        f" {sum(row['same'] for row in checks)} of {sum(row['prompts'] for row in checks)} answers."
+        " Round cost = the tau above which speculation pays.",
+        "",
+        "| batch | T | engine | kernel | plain tokens/s | ms a step | speculative tokens/s | ms a round | round cost"
+        " | tau | against plain |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for cell in sorted(found["cells"], key=lambda cell: (cell["temperature"], cell["batch"], cell["engine"])):
+        columns = [f"{cell['batch']}", f"{cell['temperature']:g}", cell["engine"], cell["kernel"]]
+        for arm in ("plain", "speculative"):
+            row = cell.get(arm)
+            columns += [f"{row['tokens_per_s']:.0f}", f"{row['ms_per_round']:.3f}"] if row else ["", ""]
+        tau = f"{cell['speculative']['tau']:.2f}" if "speculative" in cell else ""
+        if "speedup" in cell:
+            columns += [f"{cell['round_cost']:.2f}", tau, f"{cell['speedup']:.2f}{'' if cell['pays'] else ' (SLOWER)'}"]
+        else:
+            columns += ["", tau, ""]
+        lines.append(f"| {' | '.join(columns)} |")
+    for row in found["generation"]:
+        lines += [
+            "",
+            f"Plain generation, {row['batch']} rows ({row['engine']}, {row['kernel']}), prefill and refills counted:"
+            f" {row['tokens_per_s']:.0f} tokens/s ({row['prompts']} prompts, {row['tokens']} tokens,"
+            f" {row['seconds']:.1f} s; {row['ms_per_round']:.2f} ms a step).",
+        ]
+    lines += [f"\nNot measured: {why}" for why in found["failed"]]
+    return "\n".join([*lines, ""])

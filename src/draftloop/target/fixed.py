@@ -1,0 +1,215 @@
+"""What decoding with shapes that never change needs of the target: cache, attention, layers compiled one for all.
+
+The model above stays Hugging Face's own: the cache comes in through its cache interface, the attention through its
+table of attention functions, and a compiled layer is the layer's own forward. Knows no drafter and no loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftloop.core.errors import InputError
+from draftloop.target.cache import RowCache, _RowLayer
+from draftloop.target.implementation import attending_by
+
+Kernel = Literal["sdpa", "matmul"]
+
+
+class _FixedLayer(_RowLayer):
+    """Keys and values of one decoder layer, written in place; attention always gets the whole of them."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the new states [rows, kv heads, t, d] at the owner's slots."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        row, slots = self.owner.row, self.owner.slots  # type: ignore[attr-defined]
+        # an index_put, which a compiler writes in place: of a scatter it makes a copy of the whole cache
+        self.keys[row, :, slots] = key_states.transpose(1, 2)
+        self.values[row, :, slots] = value_states.transpose(1, 2)
+        return self.keys, self.values
+
+
+class WholeCache(RowCache):
+    """A cache of which attention is always given all slots, so that the device is never asked how far its texts go."""
+
+    def __init__(self, layers: int, capacity: int) -> None:
+        super().__init__(layers, capacity)
+        self.span = capacity
+
+    def aim(self, positions: Tensor) -> Tensor:
+        """As `RowCache.aim`; bool [rows, 1, t, capacity]."""
+        self.slots = positions
+        seen = torch.arange(self.span, device=positions.device)
+        return (seen <= positions.unsqueeze(-1)).unsqueeze(1)
+
+
+class FixedCache(WholeCache):
+    """The cache of `rows` texts whose tensors keep their size and place, whoever occupies a row.
+
+    Args:
+        layers: decoder layers.
+        rows: texts at a time.
+        capacity: slots of each.
+        group: query heads that share a key head.
+        like: a tensor of the target's type and device.
+    """
+
+    def __init__(self, layers: int, rows: int, capacity: int, group: int, like: Tensor) -> None:
+        super().__init__(layers, capacity)
+        self.layers = [_FixedLayer(self) for _ in range(layers)]
+        self.group, self.dtype = group, like.dtype
+        self.row = torch.arange(rows, device=like.device).unsqueeze(1)
+
+    def fit(self, masks: Any) -> Any:
+        """Bool [rows, 1, t, span] -> what attention adds to its scores, [rows, 1, group * t, span]."""
+        if isinstance(masks, dict):
+            return {kind: self.fit(mask) for kind, mask in masks.items()}
+        bias = torch.zeros_like(masks, dtype=self.dtype).masked_fill_(~masks, float("-inf"))
+        return bias.repeat(1, 1, self.group, 1)
+
+    def drop(self) -> None:
+        """Let go of all memory now: layers and cache know each other, which a count of references cannot undo."""
+        self.layers = []
+
+    def admit(self, rows: Tensor, prompts: RowCache) -> None:
+        """Let new texts into `rows` (int64 [m]): what `prompts` holds of its m texts, up to its span."""
+        for mine, theirs in zip(self.layers, prompts.layers, strict=True):
+            if not mine.is_initialized:
+                mine.lazy_initialization(theirs.keys[:1].expand(len(self.row), -1, -1, -1), theirs.values)
+            mine.keys[rows, :, : prompts.span] = theirs.keys[:, :, : prompts.span]
+            mine.values[rows, :, : prompts.span] = theirs.values[:, :, : prompts.span]
+
+
+def _attend(
+    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float | None, **more: Any
+) -> tuple[Tensor, None]:
+    """Attention of queries [b, heads, t, d] over all slots of keys and values [b, kv heads, span, d].
+
+    The query heads that share a key head stand behind one another in the length, so that no key is copied for them.
+
+    Returns:
+        [b, t, heads, d], as the models want it.
+
+    Raises:
+        InputError: the model asks for more than a softmax over biased scores.
+    """
+    b, heads, t, width = query.shape
+    query = query.reshape(b, key.shape[1], -1, width)
+    wanted = [name for name in ("softcap", "position_bias", "s_aux") if more.get(name) is not None]
+    if wanted or bias is None or bias.shape[2] != query.shape[2]:
+        raise InputError(
+            f"the model's attention asks for {wanted[0] if wanted else 'masks of its own'}, which fixed shapes lack",
+            fix="Decode with engine eager.",
+        )
+    if kernel == "sdpa":
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling)
+    else:  # spreads a single text over the whole GPU, and fuses with its neighbours when compiled
+        scores = torch.matmul(query, key.transpose(2, 3)) * (width**-0.5 if scaling is None else scaling) + bias
+        wide = torch.float32 if scores.dtype == torch.bfloat16 else scores.dtype
+        out = torch.matmul(scores.softmax(-1, dtype=wide).to(value.dtype), value)
+    return out.reshape(b, heads, t, -1).transpose(1, 2).contiguous(), None
+
+
+def _by_sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    return _attend("sdpa", query, key, value, attention_mask, scaling, **more)
+
+
+def _by_matmul(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    return _attend("matmul", query, key, value, attention_mask, scaling, **more)
+
+
+_NAMES: dict[Kernel, str] = {"sdpa": "draftloop_sdpa", "matmul": "draftloop_matmul"}
+
+
+@cache
+def _register() -> None:
+    """Put both kernels into the table of attention functions; our masks are taken as they are."""
+    from transformers import AttentionInterface  # brings all of transformers' models' machinery
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    for kernel, function in (("sdpa", _by_sdpa), ("matmul", _by_matmul)):
+        AttentionInterface.register(_NAMES[kernel], function)  # type: ignore[index]
+        AttentionMaskInterface.register(_NAMES[kernel], sdpa_mask)  # type: ignore[index]
+
+
+@contextmanager
+def attending_fixed(configs: tuple[Any, ...], kernel: Kernel) -> Iterator[None]:
+    """Let a model attend by `_attend` for a while."""
+    _register()
+    with attending_by(_NAMES[kernel], configs):
+        yield
+
+
+@contextmanager
+def compiled(
+    base: nn.Module, layers: nn.ModuleList, kept: FixedCache, cache_name: str, compiler: Callable[[Any], Any]
+) -> Iterator[None]:
+    """Run decoder layers compiled for a while: one for all of a kind, each being given its own part of the cache.
+
+    Args:
+        base: the model without its head; what it has beside layers and embeddings (last norm, rotary positions) is
+            compiled too.
+        layers: the target's decoder layers.
+        kept: the cache that they write to.
+        cache_name: the keyword by which they are given it.
+        compiler: `torch.compile` with its options.
+    """
+    made: dict[type, Any] = {}
+
+    def forward(layer: nn.Module, part: _FixedLayer) -> Callable[..., Any]:
+        run = made.setdefault(type(layer), compiler(type(layer).forward))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if cache_name in kwargs:
+                kwargs[cache_name] = part  # a layer asks the cache for its own number: it need not be compiled for each
+            return run(layer, *args, **kwargs)
+
+        return call
+
+    many = torch._dynamo.config.patch(  # type: ignore[attr-defined]  # every batch size is a shape of its own
+        recompile_limit=256, accumulated_recompile_limit=4096, fail_on_recompile_limit_hit=True
+    )
+    others = [one for one in base.children() if one is not layers and not isinstance(one, nn.Embedding | nn.ModuleList)]
+    try:
+        for other in others:
+            other.forward = partial(made.setdefault(type(other), compiler(type(other).forward)), other)
+        for layer, part in zip(layers, kept.layers, strict=True):
+            layer.forward = forward(layer, part)
+        with many:
+            yield
+    finally:
+        for one in (*layers, *others):
+            one.__dict__.pop("forward", None)
+
+
+def why_not_fixed(config: Any) -> str:
+    """Why a model cannot decode with fixed shapes, as a clause; empty if it can."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    kinds = {part.get("rope_type") for part in parts} & {"dynamic", "longrope"}
+    return f"its rotary positions ({kinds.pop()}) change with the length of the text" if kinds else ""
