@@ -149,6 +149,7 @@ class Target:
 
     def new_fixed_cache(self, rows: int, capacity: int) -> FixedCache:
         """A cache of `rows` texts whose tensors keep their size and place; `capacity` may exceed the context."""
+        assert not self.why_not_fixed(), self.why_not_fixed()  # said in a sentence by whoever asks for the engine
         own: Any = self._base.config
         heads = int(own.num_attention_heads)
         shared = int(getattr(own, "num_key_value_heads", None) or heads)
