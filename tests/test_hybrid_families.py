@@ -84,7 +84,7 @@ def test_a_wrong_border_is_noticed(monkeypatch, family, kind, key, how):
     target = loud(family)
     right = SoftmaxAttention.tree_masks
 
-    def spoilt(self, tree, first=0):
+    def spoilt(self, tree, first=0, flex=False):
         masks = right(self, tree, first)
         size = getattr(self.config, key) + (how == "one wider")
         slots = torch.arange(tree.tokens.shape[1]).expand_as(tree.tokens)
