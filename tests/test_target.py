@@ -246,8 +246,8 @@ def test_several_trunks_share_a_row(each):
 class Spoilt(Tree):
     """A tree whose mask is wrong in one way."""
 
-    def dense_mask(self, first=0, window=None):
-        right = super().dense_mask(first, window).squeeze(1)
+    def dense_mask(self, first=0, window=None, chunk=None):
+        right = super().dense_mask(first, window, chunk).squeeze(1)
         q, k = self.branch[:, :, None], self.branch[:, None]
         branch_to_trunk = (q >= 0) & (k < 0) & (self.trunk[:, None] >= 0)
         earlier = self.position[:, None] <= self.position[:, :, None]

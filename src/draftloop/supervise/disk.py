@@ -123,7 +123,7 @@ class TrunkFiles:
                 for i in sorted({layer for layer, _ in held})
             )
             return rows["features"], rows["hidden"], layers
-        except (SafetensorError, OSError, KeyError, ValueError):  # damaged, or taken away: what can be computed again is no loss
+        except (SafetensorError, OSError, KeyError, ValueError):  # damaged or gone: it can be computed again
             path.unlink(missing_ok=True)
             self._total -= self._sizes.pop(path.stem)
             return None
