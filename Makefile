@@ -14,7 +14,7 @@ PARALLEL := -n 2 --dist worksteal --durations=15
 
 # The rooms that touch transformers' models and caches are tested on the oldest supported version too.
 OLDEST_PINS := transformers==5.17.0 huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
-OLDEST_TESTS := $(wildcard tests/test_target*.py tests/test_embedded.py tests/test_decode*.py tests/test_drafter*.py)
+OLDEST_TESTS := $(wildcard tests/test_target*.py tests/test_embedded.py tests/test_decode*.py tests/test_drafter*.py tests/test_hybrid*.py)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP_INSTALL := $(BIN)/pip install --quiet --quiet --no-input

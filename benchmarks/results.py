@@ -20,6 +20,7 @@ import bench_results
 import branch_throughput
 import decode_results
 import fused_results
+import hybrid_results
 import parity_results
 
 from draftloop.evaluate.tau import Response, acceptance, paired
@@ -66,9 +67,10 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, li
 
 def derive() -> dict[Path, str]:
     """Every derived file's text."""
-    others = ("parity-", "bench-", "branch-", "fused-", "decode-")
+    others = ("parity-", "bench-", "branch-", "fused-", "decode-", "hybrid-")
     runs = {path.stem: read(path) for path in sorted(RAW.glob("*.jsonl")) if not path.name.startswith(others)}
     out = parity_results.derived() | bench_results.derive() | branch_throughput.derived() | decode_results.derive()
+    out |= hybrid_results.derive()
     tables = []
     found: dict[str, dict[str, Any]] = {study: {} for study in STUDIES}
     for name, (head, stages, arms) in runs.items():
@@ -101,6 +103,8 @@ def derive() -> dict[Path, str]:
         tables.append("## Supervised draft tokens per second\n\n" + supervised)
     if agreed := parity_results.table():
         tables.append("## Parity with vLLM\n\n" + agreed)
+    if scored := hybrid_results.table():
+        tables.append("## Scoring branches through Gated DeltaNet\n\n" + scored)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     before, rest = readme.split(OPEN)
     out[ROOT / "README.md"] = before + OPEN + _readme(found["quickstart"]) + SHUT + rest.split(SHUT)[1]

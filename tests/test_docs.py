@@ -42,12 +42,21 @@ def test_every_command_of_the_readme_exists(capsys):
         "docs/decisions.md",
         "docs/engines.md",
         "docs/performance.md",
+        "docs/attention.md",
     ],
 )
 def test_links_lead_somewhere(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     for link in re.findall(r"\]\((?!https?://)([^)#]+)", text):
         assert (ROOT / page).parent.joinpath(link).exists(), link
+
+
+def test_the_pictures_of_attention_are_drawn_from_the_masks():
+    import runpy
+
+    drawn = runpy.run_path(str(ROOT / "docs" / "attention_pictures.py"))
+    text = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")
+    assert drawn["page"](text) == text
 
 
 @pytest.mark.parametrize("path", sorted([*ROOT.glob("recipes/*.yaml"), *ROOT.glob("src/draftloop/recipes/*.yaml")]))

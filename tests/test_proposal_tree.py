@@ -30,6 +30,7 @@ from tests.trees import (
     keep_layers,
     lesson_of,
     loud,
+    packed_pair,
     quick,
     text,
     worst,
@@ -108,16 +109,6 @@ def test_a_batch_without_branches_feeds_no_branch_and_with_states_nothing(target
 
 
 # ------------------------------------------------------------------------------------------------ how it is packed
-
-
-def packed_pair(target, aligned: bool = False):
-    """Two trunks in one row and a third in another, branches on all; the tokens of the trunks."""
-    trunks = [torch.tensor(text(n, n)) for n in (11, 6, 9)]
-    on = torch.tensor([0, 1, 0, 2, 1, 0])
-    fork = torch.tensor([3, 5, 10, 0, 2, 3])
-    tokens = torch.tensor(text(24, 5)).view(6, 4)
-    packed = pack_branches(trunks, [0, 0, 1], on, fork, tokens, torch.tensor([4, 2, 3, 4, 4, 1]), aligned=aligned)
-    return packed, trunks, on, fork, tokens
 
 
 @quick

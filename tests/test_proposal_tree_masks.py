@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from draftloop.core import tree
 from draftloop.decode.loop import decode
 from draftloop.decode.trace import Options, Request
 from draftloop.drafter.build import for_decoding
@@ -140,9 +141,8 @@ def test_layers_with_rotations_of_their_own():
 
 def test_a_window_that_a_model_counts_otherwise_is_refused(monkeypatch):
     """If our rule were off by one, loading would say so, however long the real window is."""
-    mask = attention.Tree.dense_mask
-    wider = lambda tree, first=0, window=None: mask(tree, first, window and window + 1)  # noqa: E731
-    monkeypatch.setattr(attention.Tree, "dense_mask", wider)
+    right = tree.lowest_seen
+    monkeypatch.setattr(tree, "lowest_seen", lambda place, window, chunk: right(place, window and window + 1, chunk))
     for kind, changes in (("mistral", {"sliding_window": 100}), ("qwen3", {**MIXED, "sliding_window": 100})):
         with pytest.raises(Exception, match="tree mask or readout does not agree"):
             load_target(tiny_model(kind, **changes))

@@ -15,7 +15,9 @@ from draftloop.target import flex as tree_flex
 from draftloop.target.flex import LONG, chosen
 from draftloop.target.load import load_target
 from draftloop.train.material import load_recipe_target
+from tests.hybrid_tiny import exact_reference, hybrid_model
 from tests.test_core_tree import plans
+from tests.test_hybrid_families import family_model
 from tests.tiny import tiny_model
 from tests.toy_run import toy_checkpoint
 from tests.trees import EXACT, FAMILIES, MIXED, awkward, blocks_of, keep, worst
@@ -26,8 +28,8 @@ pytestmark = [
 ]
 
 
-def slow_mask(tree, window=None) -> torch.Tensor:
-    """[b, N, N], slot by slot: its line back to the root, cut off at the window."""
+def slow_mask(tree, window=None, chunk=None) -> torch.Tensor:
+    """[b, N, N], slot by slot: its line back to the root, cut off at the window and where the chunk begins."""
     batch, width = tree.tokens.shape
     out = torch.zeros(batch, width, width, dtype=torch.bool)
     for b in range(batch):
@@ -43,14 +45,16 @@ def slow_mask(tree, window=None) -> torch.Tensor:
                 behind = at["position"] - one["position"]
                 if one["trunk"] != at["trunk"] or behind < 0 or (window is not None and behind >= window):
                     continue
+                if chunk is not None and one["position"] // chunk != at["position"] // chunk:
+                    continue
                 own = at["branch"] >= 0 and one["branch"] == at["branch"]
                 out[b, q, k] |= own or (one["branch"] < 0 and one["position"] <= at["fork"])
     return out
 
 
 @settings(max_examples=40, deadline=None)
-@given(plans(), st.booleans(), st.sampled_from([None, 1, 2, 5]), st.data())
-def test_masks_are_equal_cell_by_cell(plan, together, window, data):
+@given(plans(), st.booleans(), st.sampled_from([None, 1, 2, 5]), st.sampled_from([None, 1, 3, 4]), st.data())
+def test_masks_are_equal_cell_by_cell(plan, together, window, chunk, data):
     from torch.nn.attention.flex_attention import create_mask
 
     sizes, width, branches = plan
@@ -60,9 +64,9 @@ def test_masks_are_equal_cell_by_cell(plan, together, window, data):
     tree = pack_branches([torch.arange(n) for n in sizes], rows, row, fork, tokens, length).tree
     batch, slots = tree.tokens.shape
     first = data.draw(st.integers(0, slots - 1))
-    want = slow_mask(tree, window)[:, None, first:]
-    assert torch.equal(tree.dense_mask(first, window), want)
-    see = tree.mask_mod(first, window)
+    want = slow_mask(tree, window, chunk)[:, None, first:]
+    assert torch.equal(tree.dense_mask(first, window, chunk), want)
+    see = tree.mask_mod(first, window, chunk)
     assert torch.equal(create_mask(see, batch, 1, slots - first, slots, device="cpu"), want)
 
 
@@ -86,16 +90,16 @@ def written_out(block, queries: int, keys: int) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("window", [None, 60])
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (60, None), (None, 70)])
 @pytest.mark.parametrize("aligned", [False, True])
-def test_no_block_that_is_seen_is_skipped(window, aligned):
+def test_no_block_that_is_seen_is_skipped(window, chunk, aligned):
     trunks = [torch.arange(n) for n in (300, 140, 260)]
     fork = torch.tensor([10, 299, 100, 130, 259, 7])
     on, length = torch.tensor([0, 0, 1, 1, 2, 2]), torch.full((6,), 40)
     packed = pack_branches(trunks, [0, 0, 1], on, fork, torch.zeros(6, 40, dtype=torch.int64), length, aligned=aligned)
     tree, first = packed.tree, packed.first
-    block = tree.block_mask(first, window)
-    dense = tree.dense_mask(first, window)
+    block = tree.block_mask(first, window, chunk)
+    dense = tree.dense_mask(first, window, chunk)
     assert block.shape == tuple(dense.shape)
     assert torch.equal(written_out(block, *dense.shape[2:]), dense[:, 0])
     assert aligned or block.sparsity() > 10
@@ -118,6 +122,44 @@ def test_rows_are_those_of_plain_forwards(family, kept):
     assert worst(target, lessons, cells, found) < EXACT
     assert read, "it was FlexAttention that read"
     assert target.config._attn_implementation == "sdpa"
+
+
+def read_by(monkeypatch, target, kept: bool) -> tuple[float, int]:
+    """The largest gap to plain forwards, and how often FlexAttention was called."""
+    lessons, cells = awkward()
+    if kept:
+        keep(target, lessons)
+    calls = []
+    attend = tree_flex.attend
+    monkeypatch.setattr(tree_flex, "attend", lambda *args, **more: (calls.append(0), attend(*args, **more))[1])
+    with exact_reference(target.model):
+        return worst(target, lessons, cells, scored_rows(target, lessons, blocks_of(cells, 6))), len(calls)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["recompute", "keep"])
+@pytest.mark.parametrize("family", ["chunked and full", "qwen3_5"])
+def test_chunks_and_recurrent_layers_beside_it_are_read_alike(monkeypatch, family, kept):
+    model = hybrid_model(family) if family == "qwen3_5" else family_model(family)
+    target = load_target(model.double())
+    target.tree_attention = "flex"
+    gap, calls = read_by(monkeypatch, target, kept)
+    assert gap < 1e-6  # rotary tables stay float32
+    assert calls
+
+
+@pytest.mark.parametrize("kind", ["indexed", "sinks"])
+def test_kinds_that_it_cannot_read_are_dense_and_say_so(monkeypatch, kind):
+    model = family_model("gpt-oss, sliding with sinks") if kind == "sinks" else hybrid_model("qwen4_exp")
+    target = load_target(model.double())
+    target.tree_attention = "flex"
+    why = {"indexed": "its indexers select keys", "sinks": "tree attention knows no"}[kind]
+    with pytest.raises(InputError, match=rf"{why}.*Set target\.tree_attention to auto or dense"):
+        read_by(monkeypatch, target, False)
+    again = load_target(model)
+    monkeypatch.setattr("draftloop.target.model.chosen", lambda way, *rest: way != "dense")
+    with pytest.warns(UserWarning, match=rf"{why}.*read with dense masks"):
+        assert read_by(monkeypatch, again, False)[0] < 1e-6
+    assert read_by(monkeypatch, again, True) == (pytest.approx(0, abs=1e-6), 0)
 
 
 def wrong(how: str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from draftloop.supervise.disk import TrunkFiles, files_of
 from draftloop.supervise.lesson import FeatureStore, Lesson
 from draftloop.supervise.score import scored_rows
 from draftloop.train.job import train
+from tests.hybrid_tiny import hybrid_target
 from tests.lessons import Counted
 from tests.tiny import VOCAB, tiny_target
 from tests.toy_run import toy_recipe
@@ -33,9 +35,14 @@ def lessons() -> list[Lesson]:
     ]
 
 
+@cache
+def targets(kind: str):
+    return tiny_target(kind) if kind == "qwen3" else hybrid_target(kind)
+
+
 @pytest.fixture(scope="module")
 def target():
-    return tiny_target("qwen3")
+    return targets("qwen3")
 
 
 def rows_of(lesson: Lesson) -> list[torch.Tensor]:
@@ -71,7 +78,9 @@ def whole_size(target, keep: bool) -> int:
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["features", "states"])
-def test_memory_disk_and_recomputing_give_the_same_bits(target, keep, tmp_path):
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_next", "qwen4_exp"])
+def test_memory_disk_and_recomputing_give_the_same_bits(kind, keep, tmp_path):
+    target = targets(kind)
     room = whole_size(target, keep)
     memory, disk, again = Counted(target), Counted(target), Counted(target)
     want = visited(FeatureStore(memory, TAPS, 1e9, keep), lessons())
@@ -87,7 +96,9 @@ def test_memory_disk_and_recomputing_give_the_same_bits(target, keep, tmp_path):
     assert same(*zip(*with_states, strict=True)) if with_states else not keep
 
 
-def test_branches_on_states_from_disk_score_alike(target, tmp_path):
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_next", "qwen4_exp"])
+def test_branches_on_states_from_disk_score_alike(kind, tmp_path):
+    target = targets(kind)
     anchors = torch.tensor([4, 7, 3, 2])
     tokens = torch.randint(0, VOCAB, (4, 5), generator=torch.Generator().manual_seed(0))
     valid = torch.ones_like(tokens, dtype=torch.bool)
@@ -174,6 +185,16 @@ def test_files_of_anything_else_are_removed_unread(target, tmp_path, change):
     assert not left.exists()
     assert same(want, visited(store, lessons(), 1))
     assert other.texts == 4
+
+
+def test_states_with_snapshots_elsewhere_are_removed_unread(tmp_path):
+    target = hybrid_target("qwen3_next")
+    folder = tmp_path / "features"
+    visited(FeatureStore(target, TAPS, 0, True, TrunkFiles(folder, 1e9)), lessons(), 1)
+    (left,) = folder.iterdir()
+    target.family = target.family.spaced(4)
+    FeatureStore(target, TAPS, 0, True, TrunkFiles(folder, 1e9))
+    assert not left.exists()
 
 
 def test_new_weights_in_mid_run_begin_new_files(target, tmp_path):

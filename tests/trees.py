@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from draftloop.core.blocks import Blocks
+from draftloop.core.tree import pack_branches
 from draftloop.data.trunk import Trunk
 from draftloop.supervise.lesson import FeatureStore, Lesson
 from draftloop.target.load import load_target
@@ -57,6 +58,16 @@ def keep(target, lessons, which=None) -> None:
     store = FeatureStore(target, (0, 2), 1e9, keep_state=True)
     store.fill([one for i, one in enumerate(lessons) if which is None or which[i]], 64)
     assert not store.left_out
+
+
+def packed_pair(target, aligned: bool = False):
+    """Two trunks in one row and a third in another, branches on all; the tokens of the trunks."""
+    trunks = [torch.tensor(text(n, n)) for n in (11, 6, 9)]
+    on = torch.tensor([0, 1, 0, 2, 1, 0])
+    fork = torch.tensor([3, 5, 10, 0, 2, 3])
+    tokens = torch.tensor(text(24, 5)).view(6, 4)
+    packed = pack_branches(trunks, [0, 0, 1], on, fork, tokens, torch.tensor([4, 2, 3, 4, 4, 1]), aligned=aligned)
+    return packed, trunks, on, fork, tokens
 
 
 @torch.no_grad()

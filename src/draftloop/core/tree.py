@@ -16,6 +16,19 @@ from torch import Tensor
 from draftloop.core.flex import MaskMod, block_mask
 
 
+def lowest_seen(position: Tensor, window: int | None = None, chunk: int | None = None) -> Tensor | None:
+    """Where the sight of queries at logical positions int64 [...] begins; None = at the start of the text.
+
+    Args:
+        position: of the queries.
+        window: what stands `window` or more positions before the query is hidden.
+        chunk: what stands before the query's own chunk of `chunk` positions is hidden.
+    """
+    bounds = [] if window is None else [position - window + 1]
+    bounds += [] if chunk is None else [position // chunk * chunk]
+    return torch.stack(bounds).amax(0) if bounds else None
+
+
 @dataclass(frozen=True)
 class Tree:
     """N slots a row, every field int64 [b, N].
@@ -34,17 +47,17 @@ class Tree:
     branch: Tensor
     fork: Tensor
 
-    def dense_mask(self, first: int = 0, window: int | None = None) -> Tensor:
+    def dense_mask(self, first: int = 0, window: int | None = None, chunk: int | None = None) -> Tensor:
         """Bool [b, 1, N - first, N]: `mask_mod`, written out."""
         rows, slots = (torch.arange(size, device=self.tokens.device) for size in self.tokens.shape)
-        see = self.mask_mod(first, window)
+        see = self.mask_mod(first, window, chunk)
         seen = see(rows[:, None, None], rows.new_zeros(()), slots[None, : len(slots) - first, None], slots)
         return seen.unsqueeze(1)
 
-    def block_mask(self, first: int = 0, window: int | None = None) -> Any:
+    def block_mask(self, first: int = 0, window: int | None = None, chunk: int | None = None) -> Any:
         """FlexAttention's BlockMask [b, 1, N - first, N] of the same rule."""
         batch, width = self.tokens.shape
-        return block_mask(self.mask_mod(first, window), batch, width - first, width, self.tokens.device)
+        return block_mask(self.mask_mod(first, window, chunk), batch, width - first, width, self.tokens.device)
 
     def ancestors(self, depth: int) -> Tensor:
         """The chain above each slot, for mixers that reach a fixed number of tokens back (convolutions, n-grams).
@@ -72,18 +85,41 @@ class Tree:
         chain[..., 0] = slot
         return chain
 
-    def mask_mod(self, first: int = 0, window: int | None = None) -> MaskMod:
+    def lines(self) -> Lines:
+        """The same tree as token sequences, for mixers that read tokens in their order (recurrences)."""
+        batch, width = self.tokens.shape
+        row = torch.arange(batch, device=self.tokens.device).unsqueeze(1).expand_as(self.tokens)
+        slot = torch.arange(width, device=self.tokens.device).expand_as(self.tokens)
+        wide = max(int(self.trunk.max()), int(self.branch.max()), 0) + 1
+        on_trunk, on_branch = (self.trunk >= 0) & (self.branch < 0), self.branch >= 0
+
+        def laid(chosen: Tensor, key: Tensor, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            names, line = torch.unique(key[chosen], return_inverse=True)
+            longest = int(place[chosen].max()) + 1 if names.numel() else 0
+            table = torch.full((names.numel(), longest), -1, dtype=torch.int64, device=key.device)
+            table[line, place[chosen]] = slot[chosen]
+            return names, line, table
+
+        trunk_key = row * wide + self.trunk
+        trunks, _, trunk_slot = laid(on_trunk, trunk_key, self.position)
+        branches, line, branch_slot = laid(on_branch, row * wide + self.branch, self.position - self.fork - 1)
+        trunk, fork = branches.new_zeros(branches.shape), branches.new_zeros(branches.shape)
+        trunk[line] = torch.searchsorted(trunks, trunk_key[on_branch])
+        fork[line] = self.fork[on_branch]
+        return Lines(trunks // wide, trunk_slot, branches // wide, branch_slot, trunk, fork)
+
+    def mask_mod(self, first: int = 0, window: int | None = None, chunk: int | None = None) -> MaskMod:
         """The rule, as a function of (row, head, query, key): whether query slot `first` + query sees key slot key.
 
         Args:
             first: the slot of query 0.
-            window: hide what stands `window` or more logical positions before the query; None = nothing.
+            window, chunk: how far back it sees, see `lowest_seen`.
         """
         trunk, branch, fork, position = (
             field[:, first:].contiguous() for field in (self.trunk, self.branch, self.fork, self.position)
         )
         slot = torch.arange(self.tokens.shape[1], device=self.tokens.device)[first:]
-        lowest = None if window is None else position - window
+        lowest = lowest_seen(position, window, chunk)
 
         def see(row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
             same_trunk = (trunk[row, q] == self.trunk[row, k]) & (trunk[row, q] >= 0)
@@ -91,10 +127,31 @@ class Tree:
             own = (self.branch[row, k] == branch[row, q]) & (branch[row, q] >= 0)
             earlier = self.position[row, k] <= position[row, q]
             if lowest is not None:
-                earlier = earlier & (self.position[row, k] > lowest[row, q])
+                earlier = earlier & (self.position[row, k] >= lowest[row, q])
             return (same_trunk & earlier & (on_trunk | own)) | (slot[q] == k)
 
         return see
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A tree as A trunks and M branches, each a sequence of slots (-1 behind its end).
+
+    Attributes:
+        trunk_row: int64 [A], the row of each trunk; trunks of one row stand in the order of their numbers.
+        trunk_slot: int64 [A, T].
+        row: int64 [M], the row of each branch.
+        slot: int64 [M, L].
+        trunk: int64 [M], which of the A trunks a branch hangs on.
+        fork: int64 [M], the last trunk position that it sees.
+    """
+
+    trunk_row: Tensor
+    trunk_slot: Tensor
+    row: Tensor
+    slot: Tensor
+    trunk: Tensor
+    fork: Tensor
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,7 @@ class RowState:
         width = max(len(r.ids) for r in requests)
         ids = sent([[*r.ids, *[0] * (width - len(r.ids))] for r in requests], self.target.device)
         positions = torch.arange(width, device=ids.device).expand_as(ids)
+        self.cache.least = min(len(r.ids) for r in requests)
         fed = self.target.extend(self.cache, ids, positions, self.taps)
         if self.context is not None:
             self.drafter.extend(self.context, fed.features, positions)  # type: ignore[union-attr]

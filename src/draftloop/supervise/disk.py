@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from draftloop.core.weights import write_tensors
 from draftloop.data.trunk import Trunk
 from draftloop.target.cache import TrunkState
 
-Kept = tuple[Tensor, Tensor, tuple[tuple[Tensor, Tensor], ...]]
+Kept = tuple[Tensor, Tensor, tuple[tuple[Tensor, ...], ...]]
 
 
 class TrunkFiles:
@@ -85,8 +86,8 @@ class TrunkFiles:
         rows = {"features": features, "hidden": hidden}
         if state is not None:
             whole = {"features": features, "hidden": state.hidden}
-            for i, (key, value) in enumerate(state.layers):
-                whole |= {f"{i}.key": key, f"{i}.value": value}
+            for i, parts in enumerate(state.layers):
+                whole |= {f"{i}.{j}": part for j, part in enumerate(parts)}
             if self._fits(whole):
                 rows = whole
         if not self._fits(rows):
@@ -110,16 +111,16 @@ class TrunkFiles:
         """A trunk's rows; None where they are not here, or not readable.
 
         Returns:
-            [T - 1, F * H] features, hidden rows ([T, H] with a state, else [T - 1, H]), keys and values of each layer
-            (none without a state).
+            [T - 1, F * H] features, hidden rows ([T, H] with a state, else [T - 1, H]), what the state holds of each
+            layer (nothing without a state).
         """
         if not self.holds(trunk):
             return None
         path = self._path(trunk)
         try:
             rows = load_file(path, device=str(device))  # on the CPU mapped into memory, not read
-            layers = tuple((rows[f"{i}.key"], rows[f"{i}.value"]) for i in range((len(rows) - 2) // 2))
-            return rows["features"], rows["hidden"], layers
+            features, hidden = rows.pop("features"), rows.pop("hidden")
+            return features, hidden, _layers(rows)
         except (SafetensorError, OSError, KeyError):  # damaged, or taken away: what can be computed again is no loss
             path.unlink(missing_ok=True)
             self._total -= self._sizes.pop(path.stem)
@@ -138,6 +139,16 @@ class TrunkFiles:
 
     def _path(self, trunk: Trunk) -> Path:
         return self._own / f"{_name(trunk)}.safetensors"
+
+
+def _layers(rows: dict[str, Tensor]) -> tuple[tuple[Tensor, ...], ...]:
+    """The parts of each layer, from tensors named `layer.part`: of layers of several kinds not all have as many.
+
+    Raises:
+        KeyError: other names.
+    """
+    counts = Counter(name.split(".")[0] for name in rows)
+    return tuple(tuple(rows[f"{i}.{j}"] for j in range(counts[str(i)])) for i in range(len(counts)))
 
 
 def _name(trunk: Trunk) -> str:

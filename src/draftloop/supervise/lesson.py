@@ -116,7 +116,8 @@ class FeatureStore:
         self._kept, self._in_use, self._held, self._version = {}, {}, 0, self.target.version
         if self.files is not None:
             where = (str(self.target.dtype), self.target.device.type, torch.__version__, version("transformers"))
-            self.files.open(self.target.fingerprint, self.taps, self.keep_state, where)
+            kept = (self.keep_state, self.target.family.kept_as())
+            self.files.open(self.target.fingerprint, self.taps, kept, where)
 
     def fits(self, lessons: list[Lesson]) -> bool:
         """Whether the rows of these lessons can all be kept beside those that are, in memory or on disk."""
@@ -167,7 +168,7 @@ class FeatureStore:
             lesson.features, lesson.hidden = rows.features[i, :known].clone(), hidden[:known]
             if not self.keep_state:
                 continue
-            if self._has_room(cache.bytes_a_token() * sizes[i] + hidden.nbytes):
+            if self._has_room(cache.state_bytes(sizes[i]) + hidden.nbytes):
                 lesson.state = cache.state(i, hidden, self.target.version)
             elif not self._write(lesson, cache.state(i, hidden, self.target.version) if self.files else None):
                 self._leave_out()

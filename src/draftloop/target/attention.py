@@ -1,30 +1,28 @@
 """Attention families: what a kind of attention needs so that texts and trees are scored exactly.
 
-The one place where a new kind plugs in. A family says which masks a forward takes and which caches hold its past; it is
-chosen by the structure of the model, and the probe in `load` then compares it with the model's own plain forward. Knows
-no drafter and no loss.
+The one place where a new kind plugs in. A family says which masks a forward takes, which caches hold its past and what
+beside masks its layers need; `family` chooses it by the structure of the model, and the probe in `load` then compares
+it with the model's own plain forward. Knows no drafter and no loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from torch import Tensor
 
-from draftloop.core.errors import InputError
-from draftloop.core.tree import Packed, Tree
+from draftloop.core.tree import Packed, Tree, lowest_seen
 from draftloop.target.cache import RowCache, TrunkCache, TrunkState
 
-# bool [b, 1, queries, keys] or a BlockMask of that shape, or one such mask for each kind of layer
+# bool [b, 1, queries, keys] or a BlockMask of that shape, or one such for each kind of layer (None: it takes none)
 Masks = Any
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
 class AttentionFamily(Protocol):
@@ -34,7 +32,7 @@ class AttentionFamily(Protocol):
         """An empty cache for texts of at most `capacity` tokens."""
         ...
 
-    def resume(self, states: list[TrunkState], packed: Packed) -> Cache:
+    def resume(self, states: list[TrunkState], packed: Packed) -> TrunkCache:
         """A cache of finished trunks under which the branches of `packed` are fed."""
         ...
 
@@ -51,14 +49,34 @@ class AttentionFamily(Protocol):
         """Masks of the slots from `first` on, over all slots of the tree; dense ones, or BlockMasks."""
         ...
 
+    def mixing(self, over: RowCache | TrunkCache | Tree) -> AbstractContextManager[None]:
+        """What has to hold while a forward runs, beside masks: for layers that no mask can tell what to see.
+
+        Args:
+            over: what is fed: the cache, aimed, or the whole tree where there is none.
+        """
+        ...
+
+    def why_not_flex(self) -> str:
+        """Why FlexAttention cannot read its trees, as a clause; empty if it may (its rows are compared then)."""
+        ...
+
+    def why_not_fixed(self) -> str:
+        """Why it cannot decode with fixed shapes, as a clause; empty if it can."""
+        ...
+
+    def kept_as(self) -> Hashable:
+        """What the layout of its `TrunkState`s depends on, beside the model."""
+        ...
+
 
 @dataclass(frozen=True)
 class SoftmaxAttention:
-    """Softmax over all earlier tokens, or over the last `sliding_window` of them, or some layers so and some so.
+    """Softmax over all earlier tokens, over the last `sliding_window`, or over those of the same chunk; layer by layer.
 
     Attributes:
-        config: the Hugging Face configuration; its `sliding_window` is read at each call.
-        kinds: what layers there are, `full_attention` and `sliding_attention`.
+        config: the Hugging Face configuration; `sliding_window` and `attention_chunk_size` are read at each call.
+        kinds: what layers there are: `full_attention`, `sliding_attention`, `chunked_attention`.
     """
 
     config: Any
@@ -75,86 +93,58 @@ class SoftmaxAttention:
     def text_masks(self, seen: Tensor, positions: Tensor) -> Masks:
         """See `AttentionFamily.text_masks`."""
 
-        def within(window: int | None) -> Tensor:
-            if window is None:
+        def within(window: int | None = None, chunk: int | None = None) -> Tensor:
+            lowest = lowest_seen(positions, window, chunk)
+            if lowest is None:
                 return seen
-            slots = torch.arange(seen.shape[-1], device=seen.device)
-            return seen & (positions.unsqueeze(-1) - slots < window).unsqueeze(1)
+            return seen & (torch.arange(seen.shape[-1], device=seen.device) >= lowest.unsqueeze(-1)).unsqueeze(1)
 
-        return self._by_kind(within)
+        return self._masks(within)
 
     def tree_masks(self, tree: Tree, first: int = 0, flex: bool = False) -> Masks:
-        """Windows are counted in logical positions, for slots of a tree do not stand in the order of the text."""
-        return self._by_kind(partial(tree.block_mask if flex else tree.dense_mask, first))
+        """Counted in logical positions, for slots of a tree do not stand in the order of the text."""
+        return self._masks(partial(tree.block_mask if flex else tree.dense_mask, first))
 
-    def _by_kind(self, mask: Callable[[int | None], Any]) -> Masks:
-        made = {kind: mask(self.config.sliding_window if kind == SLIDING else None) for kind in self.kinds}
+    def mixing(self, over: RowCache | TrunkCache | Tree) -> AbstractContextManager[None]:
+        """Masks say it all."""
+        return nullcontext()
+
+    def why_not_flex(self) -> str:
+        """See `AttentionFamily.why_not_flex`: nothing; what a model does beside its mask is compared, not told."""
+        return ""
+
+    def why_not_fixed(self) -> str:
+        """See `AttentionFamily.why_not_fixed`."""
+        return ""
+
+    def kept_as(self) -> Hashable:
+        """Keys and values are laid out in one way."""
+        return None
+
+    def _masks(self, made_by: Callable[..., Any]) -> Masks:
+        masks = self._by_kind(made_by)
         # models with layers of one kind take a mask, not a dictionary
-        return made if len(made) > 1 else made.popitem()[1]
+        return masks if len(masks) > 1 else masks.popitem()[1]
 
-
-_MISSING = {
-    "linear_attention": "a recurrent state for every branch",
-    "chunked_attention": "masks that end at chunk borders",
-    "indexed_attention": "key groups that do not mix branches",
-    "mamba": "a recurrent state for every branch",
-}
-
-
-def family_of(base: nn.Module, config: Any, name: str) -> AttentionFamily:
-    """The family of a model, by its structure.
-
-    Raises:
-        InputError: it has layers of a kind that would be scored wrongly.
-    """
-    told = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
-    kinds = frozenset(told or [FULL])
-    if not told and isinstance(window, int) and _window_acts(base, config):
-        kinds = frozenset([SLIDING])
-    unknown = sorted(kinds - {FULL, SLIDING})
-    if unknown:
-        lacking = [_MISSING[kind] for kind in unknown if kind in _MISSING]
-        raise InputError(
-            f"the model has layers of kind {unknown}, which we cannot score yet"
-            + (f": we lack {' and '.join(dict.fromkeys(lacking))}" if lacking else ""),
-            where=name,
-            fix="Use a target with full or sliding-window attention.",
-        )
-    if SLIDING in kinds and not (isinstance(window, int) and window > 0):
-        raise InputError(
-            "the model has sliding-window layers, but its configuration names no `sliding_window`",
-            where=name,
-            fix="Complete its config.json.",
-        )
-    return SoftmaxAttention(config, kinds)
+    def _by_kind(self, made_by: Callable[..., Any]) -> dict[str, Any]:
+        """The mask of each kind of layer, made by a function of how far back it sees (`window`, `chunk`)."""
+        reach: dict[str, dict[str, int]] = {
+            FULL: {},
+            SLIDING: {"window": getattr(self.config, "sliding_window", 0)},
+            CHUNKED: {"chunk": getattr(self.config, "attention_chunk_size", 0)},
+        }
+        return {kind: made_by(**reach[kind]) for kind in self.kinds}
 
 
 @contextmanager
 def narrowed(config: Any, window: int) -> Iterator[None]:
-    """Let the model slide over `window` tokens for a while, so that a short text tells what its windows do."""
-    true = getattr(config, "sliding_window", None)
-    if not isinstance(true, int):
-        yield
-        return
-    config.sliding_window = min(window, true)
+    """Let the model's windows and chunks hold `window` tokens for a while, so that a short text tells what they do."""
+    told = {name: getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")}
+    true = {name: size for name, size in told.items() if isinstance(size, int)}
+    for name, size in true.items():
+        setattr(config, name, min(window, size))
     try:
         yield
     finally:
-        config.sliding_window = true
-
-
-@torch.no_grad()
-def _window_acts(base: nn.Module, config: Any) -> bool:
-    """Whether the `sliding_window` of a model that names no kinds of layers is more than a word in its config."""
-    ids = torch.arange(7, device=next(base.parameters()).device).unsqueeze(0)
-
-    true, rows = config.sliding_window, []
-    try:
-        for config.sliding_window in (1, 1 << 20):
-            rows.append(base(input_ids=ids, use_cache=False).last_hidden_state)
-    except Exception:  # the model's own code; the probe will say what is wrong with it
-        return True
-    finally:
-        config.sliding_window = true
-    return not torch.equal(*rows)
+        for name, size in true.items():
+            setattr(config, name, size)

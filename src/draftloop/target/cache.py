@@ -21,25 +21,45 @@ class TrunkState:
     """What the target computed for one trunk of T tokens, enough to score branches without feeding it again.
 
     Attributes:
-        layers: keys and values of each decoder layer, [kv heads, T, head dim] each.
+        layers: of each decoder layer, keys and values [kv heads, T, head dim]; of a recurrent one, its `Log.parts`.
         hidden: [T, H] rows after the final norm (the law of each next token).
         version: the target's `version` at that time; a state of another version does not count.
     """
 
-    layers: tuple[tuple[Tensor, Tensor], ...]
+    layers: tuple[tuple[Tensor, ...], ...]
     hidden: Tensor
     version: int
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors held."""
-        return self.hidden.nbytes + sum(k.nbytes + v.nbytes for k, v in self.layers)
+        return self.hidden.nbytes + sum(part.nbytes for layer in self.layers for part in layer)
+
+
+class Forgotten:
+    """An attribute in which a model would collect the positions fed: ours are told with every forward, whole.
+
+    Args:
+        absent: whether the model looks if there is such an attribute; else it is None.
+    """
+
+    def __init__(self, absent: bool = False) -> None:
+        self.absent = absent
+
+    def __get__(self, owner: Any, kind: Any = None) -> None:
+        if self.absent:
+            raise AttributeError
+        return None
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        pass
 
 
 class _RowLayer(CacheLayerMixin):
     """Keys and values of one decoder layer, [rows, kv heads, capacity, head dim], written at `owner.slots`."""
 
     is_sliding = False
+    indexer_position_ids = Forgotten()
 
     def __init__(self, owner: RowCache) -> None:
         super().__init__()
@@ -78,11 +98,12 @@ class RowCache(Cache):
     Attributes:
         slots: int64 [rows, t], where the running forward writes (set by `aim`).
         span: slots [0, span) are shown to attention.
+        least: no later feed will begin before this position; what only such a feed would need may be forgotten.
     """
 
     def __init__(self, layers: int, capacity: int) -> None:
         self.capacity = capacity
-        self.span = 0
+        self.span = self.least = 0
         self.slots = torch.empty(0, 0, dtype=torch.int64)
         super().__init__(layers=[_RowLayer(self) for _ in range(layers)])
 
@@ -113,14 +134,19 @@ class RowCache(Cache):
             layer.keys = layer.keys.index_select(0, rows)
             layer.values = layer.values.index_select(0, rows)
 
-    def bytes_a_token(self) -> int:
-        """What the state of one more token of a row weighs, its hidden row left out."""
-        return sum((one.keys[0, :, 0].nbytes + one.values[0, :, 0].nbytes) for one in self.layers)
+    def state_bytes(self, size: int) -> int:
+        """What the state of the first `size` tokens of a row weighs, hidden rows left out."""
+        held = [one for one in self.layers if one.is_initialized]
+        return size * sum((one.keys[0, :, 0].nbytes + one.values[0, :, 0].nbytes) for one in held)
+
+    def held(self, layer: int, row: int, size: int) -> tuple[Tensor, ...]:
+        """A copy of what a layer holds of the first `size` tokens of a row."""
+        one = self.layers[layer]
+        return one.keys[row, :, :size].clone(), one.values[row, :, :size].clone()
 
     def state(self, row: int, hidden: Tensor, version: int) -> TrunkState:
         """A copy of what row `row` holds of its first [T] tokens, `hidden` [T, H] being theirs."""
-        size = hidden.shape[0]
-        layers = tuple((one.keys[row, :, :size].clone(), one.values[row, :, :size].clone()) for one in self.layers)
+        layers = tuple(self.held(layer, row, hidden.shape[0]) for layer in range(len(self.layers)))
         return TrunkState(layers, hidden, version)
 
 
@@ -128,6 +154,7 @@ class _TrunkLayer(CacheLayerMixin):
     """One decoder layer of finished trunks; laid into rows only while that layer runs."""
 
     is_sliding = False
+    indexer_position_ids = Forgotten()
 
     def __init__(self, owner: TrunkCache, index: int) -> None:
         super().__init__()
@@ -170,6 +197,7 @@ class TrunkCache(Cache):
 
     def __init__(self, states: list[TrunkState], packed: Packed) -> None:
         self.span = packed.first
+        self.states, self.packed = states, packed
         places = zip(packed.row.tolist(), packed.start.tolist(), packed.size.tolist(), strict=True)
         self.pieces = [(state, *place) for state, place in zip(states, places, strict=True)]
         super().__init__(layers=[_TrunkLayer(self, i) for i in range(len(states[0].layers))])

@@ -209,6 +209,8 @@ def compiled(
 
 def why_not_fixed(config: Any) -> str:
     """Why a model cannot decode with fixed shapes, as a clause; empty if it can."""
+    if getattr(config, "_attn_implementation", "") == "eager":
+        return "its class only attends by code of its own (sinks, ...), which fixed shapes lack"
     rope = getattr(config, "rope_parameters", None) or {}
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     kinds = {part.get("rope_type") for part in parts} & {"dynamic", "longrope"}

@@ -17,9 +17,10 @@ from draftloop.core.errors import EnvironmentFault, InputError
 from draftloop.core.law import Readout
 from draftloop.core.tree import pack_branches
 from draftloop.core.weights import check_folder
-from draftloop.target.attention import family_of, narrowed
+from draftloop.target.attention import narrowed
 from draftloop.target.embedded import embedded_target
-from draftloop.target.model import Target
+from draftloop.target.family import family_of
+from draftloop.target.model import Target, text_config
 
 EMBEDDED = "smollm2"
 
@@ -33,7 +34,7 @@ def load_target(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Target:
-    """Load a Hugging Face causal LM with full or sliding-window attention as a target.
+    """Load a Hugging Face causal LM as a target (kinds of attention: docs/attention.md).
 
     Args:
         source: a checkpoint folder, a hub id, `smollm2` (the embedded default), or a live causal LM.
@@ -104,20 +105,16 @@ def pick_dtype(dtype: str | torch.dtype) -> torch.dtype:
 def _read_model(
     path: str, name: str, dtype: torch.dtype, device: torch.device, revision: str | None, trust: bool
 ) -> nn.Module:
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # standard error is for sentences and our own progress
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype,
-            revision=revision,
-            trust_remote_code=trust,
-            attn_implementation="sdpa",
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        try:
+            model, info = _from_pretrained(path, dtype, revision, trust, "sdpa")
+        except ValueError as error:
+            if "scaled_dot_product_attention" not in str(error):
+                raise
+            model, info = _from_pretrained(path, dtype, revision, trust, "eager")  # its class has no other way
         model = model.to(device)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise EnvironmentFault(
@@ -141,6 +138,25 @@ def _read_model(
             fix="Use a complete causal LM checkpoint.",
         )
     return model
+
+
+def _lacks_sdpa(model: Any) -> bool:
+    """Whether a model (or its class) attends eagerly because it has no other way (attention sinks, ...)."""
+    return not getattr(model, "_supports_sdpa", True)
+
+
+def _from_pretrained(path: str, dtype: torch.dtype, revision: str | None, trust: bool, attention: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=dtype,
+        revision=revision,
+        trust_remote_code=trust,
+        attn_implementation=attention,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
 
 
 def _hint(error: Exception, trust: bool) -> str:
@@ -171,16 +187,18 @@ def _read_tokenizer(path: str, name: str, revision: str | None, trust: bool) -> 
 
 def _wrap(model: Any, tokenizer: Any, name: str) -> Target:
     """Find the parts, check that they belong together, probe."""
-    config: Any = model.config
+    config: Any = text_config(model)
     model.eval().requires_grad_(False)
     implementation = getattr(config, "_attn_implementation", "sdpa")
-    if implementation != "sdpa":
+    if implementation != "sdpa" and not (implementation == "eager" and _lacks_sdpa(model)):
         raise InputError(
             f"the model attends by `{implementation}`, which reads our masks wrongly",
             where=name,
             fix="Load it with attn_implementation='sdpa'.",
         )
     base = model.get_decoder() if hasattr(model, "get_decoder") else getattr(model, "base_model", None)
+    if base is model:  # a class whose decoder goes by another name than its own prefix
+        base = getattr(model, "model", base)
     depth = getattr(config, "num_hidden_layers", 0)
     lists = [m for m in base.children() if isinstance(m, nn.ModuleList) and len(m) == depth] if base is not None else []
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -229,7 +247,7 @@ def _wrap(model: Any, tokenizer: Any, name: str) -> Target:
     return target
 
 
-_PLAIN = "This kind of attention cannot be scored exactly yet; use a target with full or sliding-window attention."
+_PLAIN = "This kind of attention cannot be scored exactly yet; docs/attention.md names those that can."
 
 
 def _context_limit(config: Any) -> int:
@@ -308,7 +326,7 @@ def _probe(target: Target) -> None:
             fix="Its weights are damaged; use another checkpoint.",
         )
     for layer, following in enumerate(fed[1:]):
-        if not torch.equal(tapped[layer], following):
+        if not torch.equal(tapped[layer], target.one_stream(following)):
             raise InputError(
                 f"the output of its layer {layer} cannot be tapped", where=target.name, fix="Use another target."
             )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -86,8 +86,8 @@ class Target:
 
     @property
     def config(self) -> Any:
-        """The model's Hugging Face configuration."""
-        return self.model.config
+        """The Hugging Face configuration of the model's decoder."""
+        return text_config(self.model)
 
     @property
     def num_layers(self) -> int:
@@ -145,7 +145,7 @@ class Target:
 
     def why_not_fixed(self) -> str:
         """Why it cannot decode with fixed shapes, as a clause; empty if it can."""
-        return why_not_fixed(self._base.config)
+        return self.family.why_not_fixed() or why_not_fixed(self._base.config)
 
     def new_fixed_cache(self, rows: int, capacity: int) -> FixedCache:
         """A cache of `rows` texts whose tensors keep their size and place; `capacity` may exceed the context."""
@@ -187,11 +187,11 @@ class Target:
         Args:
             cache: written at `positions`; a position fed before is overwritten.
             ids: int64 [b, t].
-            positions: int64 [b, t], ascending in each row; padding may stand behind a row's end.
+            positions: int64 [b, t], ascending by one in each row; padding may stand behind a row's end.
             taps: decoder layers whose outputs are wanted.
         """
         masks = cache.fit(self.family.text_masks(cache.aim(positions), positions))
-        return self._forward(ids, positions, masks, taps, cache)
+        return self._forward(ids, positions, masks, taps, self.family.mixing(cache), cache)
 
     @torch.no_grad()
     def score(self, tree: Tree, taps: Sequence[int] = (), read: Read | None = None) -> Rows:
@@ -208,7 +208,7 @@ class Target:
         self.check_length(int(tree.position.max()) + 1)
         flex = self._flexes(tree)
         masks = self.family.tree_masks(tree, flex=flex)
-        return self._forward(tree.tokens, tree.position, masks, taps, read=read, flex=flex)
+        return self._forward(tree.tokens, tree.position, masks, taps, self.family.mixing(tree), read=read, flex=flex)
 
     @torch.no_grad()
     def resume(self, packed: Packed, states: list[TrunkState], read: Read) -> Tensor:
@@ -231,7 +231,9 @@ class Target:
         flex = self._flexes(tree)
         cache, masks = self.family.resume(states, packed), self.family.tree_masks(tree, first, flex=flex)
         read = (read[0], read[1] - first)
-        return self._forward(tree.tokens[:, first:], tree.position[:, first:], masks, (), cache, read, flex).hidden
+        mixing = self.family.mixing(cache)
+        ids, place = tree.tokens[:, first:], tree.position[:, first:]
+        return self._forward(ids, place, masks, (), mixing, cache, read, flex).hidden
 
     def _flexes(self, tree: Tree) -> bool:
         """Whether this tree is read by FlexAttention; asked for and wrong is an error, chosen and wrong is dense.
@@ -256,6 +258,7 @@ class Target:
         positions: Tensor,
         masks: Masks,
         taps: Sequence[int],
+        mixing: AbstractContextManager[None],
         cache: Any = None,
         read: Read | None = None,
         flex: bool = False,
@@ -264,7 +267,14 @@ class Target:
         # a last block may reach beyond the context, where learned positions end; nothing of that is kept
         places = positions.clamp(max=self.context_limit - 1)
         early = read if self._reads_early else None
-        with self._tapped(taps) as tapped, self._cut_down(early), attending_flex(self._base) if flex else nullcontext():
+        with ExitStack() as stack:
+            tapped = stack.enter_context(self._tapped(taps))
+            stack.enter_context(self._cut_down(early))
+            stack.enter_context(mixing)
+            if flex:
+                stack.enter_context(attending_flex(self._base))
+            elif getattr(self.config, "_attn_implementation", "") == "eager":  # it adds masks to the scores
+                masks = _added(masks, self.dtype)
             out = self._base(
                 input_ids=ids, position_ids=places, attention_mask=masks, use_cache=cache is not None, **kwargs
             )
@@ -290,6 +300,10 @@ class Target:
             for handle in handles:
                 handle.remove()
 
+    def one_stream(self, rows: Tensor) -> Tensor:
+        """[..., H] of what a layer hands on: the mean of its residual streams where it has several, [..., n * H]."""
+        return rows if rows.shape[-1] == self.hidden_size else rows.unflatten(-1, (-1, self.hidden_size)).mean(-2)
+
     @contextmanager
     def _tapped(self, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
         """Hook the outputs of decoder layers while a forward runs."""
@@ -298,7 +312,7 @@ class Target:
 
         def catcher(layer: int) -> Any:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
-                caught[layer] = output[0] if isinstance(output, tuple) else output
+                caught[layer] = self.one_stream(output[0] if isinstance(output, tuple) else output)
 
             return hook
 
@@ -308,6 +322,19 @@ class Target:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def text_config(model: Any) -> Any:
+    """The configuration of a model's decoder: its own, or the part for text of a model that also sees or hears."""
+    config = model.config
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def _added(masks: Masks, dtype: torch.dtype) -> Masks:
+    """Boolean masks as numbers to add to scores."""
+    if isinstance(masks, dict):
+        return {kind: None if mask is None else _added(mask, dtype) for kind, mask in masks.items()}  # type: ignore[misc]
+    return torch.zeros(masks.shape, dtype=dtype, device=masks.device).masked_fill(~masks, torch.finfo(dtype).min)
 
 
 _NOT_IDENTITY = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache"}
