@@ -41,8 +41,8 @@ def test_every_command_of_the_readme_exists(capsys):
         "docs/experiments.md",
         "docs/decisions.md",
         "docs/engines.md",
-        "docs/attention.md",
         "docs/performance.md",
+        "docs/attention.md",
     ],
 )
 def test_links_lead_somewhere(page):
