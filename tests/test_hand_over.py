@@ -191,3 +191,15 @@ def test_a_recorded_command_can_be_typed_again(monkeypatch, world):
     words = shlex.split(command())
     assert words[-len(given) :] == given
     assert words[0] == ("draftloop" if world == "1" else "torchrun")
+
+
+def test_a_target_of_another_shape_is_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):
+    """By its config.json: the engine loads it, not we."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text('{"hidden_size": 64, "vocab_size": 49152, "num_hidden_layers": 30}')
+    with pytest.raises(SystemExit) as done:
+        main(["export", "bundled", "--target", "other"])
+    assert done.value.code == 2
+    assert "hidden size 576, this one has 64" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]

@@ -392,6 +392,8 @@ def recipes(draw) -> Recipe:
         objective = stage["objective"]
         if objective["kind"] not in ("tv", "e2e_tv") or 0 < objective["temperature"] < 1e-6:
             objective["temperature"] += 0.5  # 0 is for these two, and next to nothing for none
+        if 0 < stage["branch"]["temperature"] < 1e-6:
+            stage["branch"]["temperature"] += 0.5
         if stage["proposals"] == "trunk" and objective["kind"] == "draft_opd":
             objective["kind"] = "reverse_kl"
         if "sampled" in stage["proposals"] and objective["accepted"] == "ce":

@@ -26,6 +26,12 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_assignment=True, strict=True, allow_inf_nan=False)
 
 
+def _no_overflow(temperature: float) -> float:
+    if 0 < temperature < 1e-6:
+        raise ValueError("temperature must be 0, or at least 1e-6: smaller ones overflow")
+    return temperature
+
+
 class TargetPart(Part):
     """The model that verifies."""
 
@@ -40,9 +46,7 @@ class TargetPart(Part):
         "auto",
         description="how texts are decoded: graph = a CUDA graph a round, auto on CUDA; fused = compiled too; eager",
     )
-    trust_remote_code: bool = Field(
-        False, description="run Python code that comes with the model; off unless you say so"
-    )
+    trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
 
 
 class ResponsePart(Part):
@@ -88,9 +92,7 @@ class DataPart(Part):
     test: list[str] = Field(default_factory=list, description="reported once, at the end; empty = split off train")
     limit: int | None = Field(None, ge=1, description="use at most this many prompts of each split")
     max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are left out (and counted)")
-    template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="passed to the chat template, e.g. {enable_thinking: false}"
-    )
+    template_kwargs: dict[str, Any] = Field(default_factory=dict, description="passed to the chat template")
     response: ResponsePart = Field(default_factory=ResponsePart)
 
 
@@ -177,8 +179,7 @@ class ObjectivePart(Part):
     def _check_temperature(self) -> ObjectivePart:
         if self.temperature == 0 and self.kind not in ("tv", "e2e_tv"):
             raise ValueError(f"temperature 0 is for kind tv and e2e_tv; {self.kind} needs a temperature above 0")
-        if 0 < self.temperature < 1e-6:
-            raise ValueError("temperature must be 0, or at least 1e-6: smaller ones overflow")
+        _no_overflow(self.temperature)
         return self
 
 
@@ -204,17 +205,16 @@ class BranchPart(Part):
     """Branches sampled from the current drafter (proposals: sampled), scored in one target forward."""
 
     temperature: float = Field(1.0, ge=0, description="the drafter's tokens are drawn at it; 0 = all greedy")
+    _check = field_validator("temperature")(_no_overflow)
     greedy_share: float = Field(0.0, ge=0, le=1, description="share of the branches that are the drafter's argmax")
     state: Literal["recompute", "keep"] = Field(
         "recompute",
-        description="the trunk's keys and values: run through the target again with its branches, or keep them within "
-        "feature_memory_gb (and feature_disk_gb) and feed the branches alone; the same numbers",
+        description="the trunk's state: fed again with its branches, or kept within feature_memory_gb and _disk_gb",
     )
     target_tokens: int | None = Field(
         None,
         ge=1,
-        description="most trunk and branch tokens of one forward, in all processes together; fewer anchors are taken "
-        "to stay within it",
+        description="most tokens of one forward, all processes together; fewer anchors, at least one",
     )
 
 

@@ -41,10 +41,13 @@ def export(
     from draftloop.formats.history import objective_of, read_history
     from draftloop.formats.load import load_drafter
     from draftloop.formats.serving import TITLES
+    from draftloop.formats.target_config import check_target_folder
 
     folder = drafter_folder(run)
     drafter = load_drafter(folder)
     name = engine_target(target or drafter.spec.made_for.get("target"))
+    if name is not None:
+        check_target_folder(drafter.spec, name)
     unsure = _unlike(name, drafter.spec.made_for)
     place = f"export-{engine}" if form == "zlab" else f"export-{engine}-{form}"
     made = run_export(

@@ -55,6 +55,7 @@ def parity(
     from draftloop.engines.parity import Question, Setting
     from draftloop.engines.parity import parity as compare
     from draftloop.engines.serve import find_engine
+    from draftloop.engines.variants import read_as_is
     from draftloop.engines.verdict import summarise
     from draftloop.engines.verdict_table import verdict_table
     from draftloop.engines.vllm import chosen_python, read_rows
@@ -78,6 +79,8 @@ def parity(
     served = exported or folder
     if not (served / "config.json").is_file():
         raise InputError("there is no checkpoint", where=str(served), fix="Give the folder that the engine is to load.")
+    if exported:
+        read_as_is(served, loaded)  # what cannot be read should not cost an engine's start
     with alone(out):
         rows = compare(
             loaded,
@@ -102,6 +105,10 @@ def parity(
         console.print(found["sentence"], highlight=False, markup=False)
         for part in found.get("diagnosis", {}).values():
             console.print(part["sentence"], highlight=False, markup=False)
+        if not (found["passed"] and found["lawful"]):
+            more = [] if diagnose else ["--diagnose looks for the cause, one fact at a time."]
+            for said in (*found_engine.cautions, *more):
+                console.print(f"note: {said}", highlight=False, markup=False)
     if not (found["passed"] and found["lawful"]):
         raise typer.Exit(1)
 

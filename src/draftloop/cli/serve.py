@@ -46,6 +46,7 @@ def serve(
     from draftloop.formats.history import objective_of
     from draftloop.formats.load import load_drafter
     from draftloop.formats.serving import OVERLAP_OBJECTIVES, caveats, check_served, plain_command, serve_command
+    from draftloop.formats.target_config import check_target_folder
 
     found = find_engine(engine, engine_python or Path(sys.executable))  # first: a wrong path should not cost an export
     folder, facts = _folder(run, engine, target)
@@ -54,6 +55,7 @@ def serve(
     name = engine_target(target or facts.get("target") or spec.made_for.get("target"))
     if name is None:
         raise InputError("the drafter does not say which target it was made for", where=str(run), fix="Give --target.")
+    check_target_folder(spec, name)
     own = [["--host", host], ["--port", str(port)], *([["--trust-remote-code"]] if trust_remote_code else [])]
     given = {word.split("=")[0] for word in extra or []}
     more = [*(word for words in own if words[0] not in given for word in words), *(extra or [])]

@@ -80,8 +80,8 @@ class Engine:
         if (self.name, self.device) != ("vllm", "cpu"):
             return ()
         return (
-            "on a CPU, vLLM up to 0.32 does not follow the target's law above temperature 0 when it speculates, and"
-            " drafters of several layers lose acceptance: docs/engines.md.",
+            "on a CPU, vLLM up to 0.32 does not follow the target's law above temperature 0 when it speculates: ask for"
+            " temperature 0 only. Drafters of several layers lose acceptance. See docs/engines.md.",
         )
 
 

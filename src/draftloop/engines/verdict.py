@@ -143,7 +143,8 @@ def _response(row: Row) -> Response:
 
 def _sentence(parts: Mapping[str, Mapping[str, Any]], passed: bool) -> str:
     if passed:
-        most = max(abs(part[arm]["difference"]) for part in parts.values() for arm in ("replay", "own") if arm in part)
+        judged = [part[arm] for t, part in parts.items() for arm in _judged(part, float(t))]
+        most = max(abs(one["difference"]) for one in judged)
         said = f"Parity holds: the engine accepts what our decoding accepts (tau within {most:.3f})"
     else:
         temperature, part = next((t, p) for t, p in parts.items() if not p["passed"])

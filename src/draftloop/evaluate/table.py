@@ -113,11 +113,12 @@ def _arm_sentence(arm: Arm, decoding: Decoding) -> str:
     rates = f"{arm.tokens_per_s:.1f} against {decoding.plain.tokens_per_s:.1f} tokens/s"
     rates += f", batch size {decoding.batch_size}, {decoding.dtype}"
     cost = f"a round costs {arm.round_cost:.2f} plain steps and pays above tau {arm.break_even_tau:.2f}"
+    but = f"tau is {arm.tau_pooled:.2f} on the {count(decoding.prompts)} prompts decoded"
     if arm.speedup < 1.0:
         slower = f"SLOWDOWN: speculative decoding with {arm.name} is slower than plain decoding"
-        but = f"but tau is {arm.tau_pooled:.2f} on the {decoding.prompts} prompts decoded"
-        return f"{slower}, {arm.speedup:.2f}x ({rates}): {cost}, {but}."
-    return f"Speculative decoding with {arm.name} runs at {arm.speedup:.2f}x the speed of plain ({rates}): {cost}."
+        return f"{slower}, {arm.speedup:.2f}x ({rates}): {cost}, but {but}."
+    faster = f"Speculative decoding with {arm.name} runs at {arm.speedup:.2f}x the speed of plain"
+    return f"{faster} ({rates}): {cost}, and {but}."
 
 
 def _stage_section(summary: Summary) -> RenderableType:
