@@ -32,7 +32,7 @@ RUN_KEYS = (
     "name", "command", "versions", "hardware", "target", "drafter", "delivered", "seconds", "decoding", "audit",
 )  # fmt: skip
 STAGE_KEYS = ("name", "start", "cells", "steps", "labels", "seconds", "chosen_step", "split")
-README_STAGES = ("untrained", "sft", "specopd", "draft-opd", "sft-continued")
+README_STAGES = ("before", "sft", "specopd", "draft-opd", "sft-continued")
 STUDIES = ("quickstart", "specopd", "bundled")  # results/NAME.json; a run's study is what its name begins with
 OPEN, SHUT = "<!-- results: derived by benchmarks/results.py -->\n", "<!-- /results -->\n"
 MARK = "<!-- derived by benchmarks/results.py; do not edit below -->\n"
@@ -117,9 +117,7 @@ def _readme(found: dict[str, Any]) -> str:
     """The quickstart's outcome in one table."""
     lines = [
         "",
-        "| begins with | on | before | "
-        + " | ".join(README_STAGES[1:])
-        + " | lossless | speed against plain | minutes in all |",
+        "| begins with | on | " + " | ".join(README_STAGES) + " | lossless | speed against plain | minutes in all |",
     ]
     lines.append("|---" * (len(README_STAGES) + 5) + "|")
     for run_name, run in found.items():
@@ -127,7 +125,7 @@ def _readme(found: dict[str, Any]) -> str:
         machine = run["hardware"].get("gpu") or f"{run['hardware']['threads']} CPU cores"
         taus = []
         for name in README_STAGES:
-            stage = run["stages"].get(name)
+            stage = next(iter(run["stages"].values())) if name == "before" else run["stages"].get(name)
             if stage is None:
                 taus.append("")
                 continue
@@ -154,12 +152,12 @@ def _run_table(name: str, head: dict[str, Any], stages: list[dict[str, Any]], ar
         f" transformers {head['versions']['transformers']};"
         f" {head['seconds'] / 60:.1f} minutes in all.",
         "",
-        "| stage | tau pooled | 95 % | tau mean | over untrained | steps | labels | seconds |",
+        "| stage | tau pooled | 95 % | tau mean | over the first | steps | labels | seconds |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for stage in stages:
         a = acceptance(arms[stage["name"]])
-        gain = paired(arms["untrained"], arms[stage["name"]])
+        gain = paired(arms[stages[0]["name"]], arms[stage["name"]])
         star = " (delivered)" if stage["name"] == head["delivered"] else ""
         lines.append(
             f"| {stage['name']}{star} | {a.tau_pooled:.3f} | {a.interval[0]:.3f} to {a.interval[1]:.3f}"

@@ -165,6 +165,15 @@ def test_quickstart_is_a_recipe_that_takes_overrides(call, toy, tmp_path, flags,
     assert found["lossless"] is True
 
 
+def test_a_run_that_begins_with_a_drafter_does_not_call_it_untrained(call, toy, trained, tmp_path):
+    init = f'drafter={{"init": "{trained[1] / "drafter"}"}}'
+    status, out, err = call("train", toy / "recipe.yaml", *SHORT, init, "--out", tmp_path / "run", "--json")
+    assert status == 0, err
+    found = json.loads(out)
+    assert found["stages"][0]["name"] == "init"
+    assert "untrained" not in (tmp_path / "run" / "raw.jsonl").read_text(encoding="utf-8")
+
+
 # prepare ---------------------------------------------------------------------------------------------------------------
 def test_prepare_shows_sequences_and_train_takes_up_the_answers(call, toy, tmp_path):
     out = tmp_path / "run"

@@ -121,7 +121,7 @@ class BlockSplit(Part):
 
 
 class Stage(Part):
-    """One stage and its drafter on the test prompts; the first one is `untrained` (no method, no steps).
+    """One stage and its drafter on the test prompts; the first is `untrained`, or `init` (no method, no steps).
 
     `steps` are optimiser steps, `labels` the drafted positions that were supervised, `seconds` the training time, and
     `chosen_step` the checkpoint that validation chose. Acceptance as in `draftloop.evaluate.tau.Acceptance`.
@@ -147,7 +147,7 @@ class Stage(Part):
 
 
 class Gain(Part):
-    """tau_pooled of the delivered drafter over the untrained one, with its paired 95 % interval."""
+    """tau_pooled of the delivered drafter over the first one, with its paired 95 % interval."""
 
     ratio: float
     interval: tuple[float, float]

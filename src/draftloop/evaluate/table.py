@@ -72,7 +72,8 @@ def tau_sentence(summary: Summary) -> str:
     first, best = summary.first, summary.best
     after = f"{best.tau_pooled:.2f} {interval_text(best.interval)}"
     if best is first:
-        return f"The untrained drafter is delivered: acceptance length {after} tokens per verification."
+        which = "untrained drafter" if first.name == "untrained" else "drafter that the run began with"
+        return f"The {which} is delivered: acceptance length {after} tokens per verification."
     text = f"Acceptance length {first.tau_pooled:.2f} -> {after} tokens per verification"
     if summary.gain is None:
         return f"{text}."

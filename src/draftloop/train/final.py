@@ -43,7 +43,7 @@ def conclude(
         say: where sentences go.
     """
     began = datetime.now(UTC)
-    arms = [("untrained", material.initial), *((one.name, one.tensors) for one in outcomes)]
+    arms = [(material.begins_as, material.initial), *((one.name, one.tensors) for one in outcomes)]
     walks: dict[str, list[Response]] = {}
     with Progress("walk the test prompts", len(arms), unit="drafters", silent=material.quiet) as progress:
         for n, (name, tensors) in enumerate(arms):
@@ -53,9 +53,9 @@ def conclude(
     decoding, decoded = _decoding(material, delivered)
     checked = _audit(material, delivered)
     took = seconds + (datetime.now(UTC) - began).total_seconds()
-    stages = [_stage(material, None, walks["untrained"], False)]
+    stages = [_stage(material, None, walks[material.begins_as], False)]
     stages += [_stage(material, one, walks[one.name], one is delivered) for one in outcomes]
-    gain = paired(walks["untrained"], walks[delivered.name])
+    gain = paired(walks[material.begins_as], walks[delivered.name])
     summary = {
         "schema": 1,
         "name": material.recipe.name,
@@ -103,12 +103,12 @@ def _length(material: Material) -> int:
 
 
 def _decoding(material: Material, delivered: StageOutcome) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-    """Real decoding at batch 1, untrained and delivered drafter against plain."""
+    """Real decoding at batch 1, the first and the delivered drafter against plain."""
     wanted = _requests(material, material.recipe.evaluate.decode_prompts)
     if not wanted:
         return None, []
     drafters = [
-        ("untrained", _served(material, material.initial)),
+        (material.begins_as, _served(material, material.initial)),
         (delivered.name, _served(material, delivered.tensors)),
     ]
     options = Options(_length(material), Sampling(), batch_size=1, seed=material.recipe.seed)
@@ -136,7 +136,7 @@ def _audit(material: Material, delivered: StageOutcome) -> Audit | None:
     if target.dtype != torch.float32:
         target = load_recipe_target(material.recipe.target, dtype="float32")
     drafters = []
-    for name, tensors in (("untrained", material.initial), (delivered.name, delivered.tensors)):
+    for name, tensors in ((material.begins_as, material.initial), (delivered.name, delivered.tensors)):
         twin.load_state_dict(tensors)
         drafters.append((name, for_decoding(twin, target)))
     with Progress("audit losslessness", 3, unit="decodes", silent=material.quiet) as progress:
@@ -156,7 +156,7 @@ def _stage(
     part = next((s for s in material.recipe.stages if outcome is not None and s.name == outcome.name), None)
     fields = acceptance_fields(acceptance(responses))
     base: dict[str, Any] = {
-        "name": outcome.name if outcome else "untrained",
+        "name": outcome.name if outcome else material.begins_as,
         "start": None,
         "method": None,
         "cells": None,

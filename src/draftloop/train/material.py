@@ -90,6 +90,11 @@ class Material:
         return torch.float32 if self.recipe.precision == "float32" else torch.bfloat16
 
     @property
+    def begins_as(self) -> str:
+        """Name of the drafter that the run begins with: one that was given is not untrained."""
+        return "init" if self.recipe.drafter.init else "untrained"
+
+    @property
     def fingerprints(self) -> dict[str, str]:
         """What must be the same when a run is resumed."""
         tokenizer = self.target.tokenizer
