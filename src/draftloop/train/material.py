@@ -158,8 +158,10 @@ def find_run(recipe: Recipe, folder: Path, *, fresh: bool = False) -> Recipe | N
         return old
     if not any((folder / name).exists() for name in ("checkpoints", "stages.json", "summary.json")):
         return None
+    changed = _changes(old, recipe)
+    shown = changed[:3] + ([f"and {len(changed) - 3} more"] if len(changed) > 3 else [])
     raise InputError(
-        f"the directory holds a run of another recipe ({'; '.join(_changes(old, recipe)[:3])})",
+        f"the directory holds a run of another recipe ({'; '.join(shown)})",
         where=str(folder),
         fix="Give another --out, or --fresh to begin anew in this one.",
     )
