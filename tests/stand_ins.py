@@ -8,12 +8,22 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from draftloop.core.law import Law, Readout
+from draftloop.core.law import Law, Readout, Sampling
 from draftloop.decode.loop import decode
 from draftloop.decode.trace import Options, Request
 from draftloop.target.model import Rows
 from tests.tiny import tiny_drafter
 from tests.toy import Toy
+
+EOS = tuple(range(50, 54))  # often enough that some rows end early
+WAYS = {
+    "greedy": {"sampling": Sampling()},
+    "match": {"sampling": Sampling(1.0), "rule": "match"},
+    "ratio": {"sampling": Sampling(1.0), "rule": "ratio"},
+    "filtered match": {"sampling": Sampling(0.7, 20, 0.9), "rule": "match"},
+    "filtered ratio": {"sampling": Sampling(0.7, 20, 0.9), "rule": "ratio", "draft_sampling": Sampling(1.2, top_k=9)},
+    "ratio with greedy drafts": {"sampling": Sampling(1.0), "rule": "ratio", "draft_sampling": Sampling(0.0)},
+}
 
 
 class TextCache:

@@ -16,20 +16,10 @@ from draftloop.drafter.build import for_decoding, new_drafter
 from draftloop.drafter.spec import spec_for
 from draftloop.recipe import DrafterPart
 from draftloop.target.load import load_target
-from tests.stand_ins import Scripted, garbled, requests_of, scripts_of, trained_drafter, with_eos
+from tests.stand_ins import EOS, WAYS, Scripted, garbled, requests_of, scripts_of, trained_drafter, with_eos
 from tests.tiny import tiny_drafter, tiny_model, tiny_target
 
 CLOSE = 1e-5  # of the largest entry
-EOS = tuple(range(50, 54))  # often enough that some rows end early
-
-WAYS = {
-    "greedy": {"sampling": Sampling()},
-    "match": {"sampling": Sampling(1.0), "rule": "match"},
-    "ratio": {"sampling": Sampling(1.0), "rule": "ratio"},
-    "filtered match": {"sampling": Sampling(0.7, 20, 0.9), "rule": "match"},
-    "filtered ratio": {"sampling": Sampling(0.7, 20, 0.9), "rule": "ratio", "draft_sampling": Sampling(1.2, top_k=9)},
-    "ratio with greedy drafts": {"sampling": Sampling(1.0), "rule": "ratio", "draft_sampling": Sampling(0.0)},
-}
 
 
 @pytest.fixture(scope="module")

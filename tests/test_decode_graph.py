@@ -18,18 +18,8 @@ from draftloop.decode.graph import GraphEngine
 from draftloop.decode.loop import Decoder, decode, engine_of, rounds
 from draftloop.decode.trace import Generation, Options
 from draftloop.target.load import load_target
-from tests.stand_ins import requests_of, scripts_of, trained_drafter, with_eos
+from tests.stand_ins import EOS, WAYS, requests_of, scripts_of, trained_drafter, with_eos
 from tests.tiny import tiny_drafter, tiny_model, tiny_target
-
-EOS = tuple(range(50, 54))
-WAYS = {
-    "greedy": {"sampling": Sampling()},
-    "match": {"sampling": Sampling(1.0), "rule": "match"},
-    "ratio": {"sampling": Sampling(1.0), "rule": "ratio"},
-    "filtered match": {"sampling": Sampling(0.7, 20, 0.9), "rule": "match"},
-    "filtered ratio": {"sampling": Sampling(0.7, 20, 0.9), "rule": "ratio", "draft_sampling": Sampling(1.2, top_k=9)},
-    "ratio with greedy drafts": {"sampling": Sampling(1.0), "rule": "ratio", "draft_sampling": Sampling(0.0)},
-}
 
 
 @pytest.fixture(scope="module")
