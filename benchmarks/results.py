@@ -22,6 +22,7 @@ import decode_results
 import fused_results
 import hybrid_results
 import parity_results
+import scoring_results
 
 from draftloop.evaluate.tau import Response, acceptance, paired
 
@@ -101,6 +102,8 @@ def derive() -> dict[Path, str]:
         tables.append("## Readout and loss fused\n\n" + kernels)
     if supervised := branch_throughput.table():
         tables.append("## Supervised draft tokens per second\n\n" + supervised)
+    if packed := scoring_results.table():
+        tables.append("## Scoring branches on a CPU\n\n" + packed)
     if agreed := parity_results.table():
         tables.append("## Parity with vLLM\n\n" + agreed)
     if scored := hybrid_results.table():
