@@ -14,6 +14,7 @@ from draftloop.data.trunk import Trunk, response_trunk
 from draftloop.decode.loop import decode
 from draftloop.decode.trace import Options, Request
 from draftloop.drafter.build import for_decoding
+from draftloop.drafter.draft import ParallelDrafter
 from draftloop.learn.update import differentiate
 from draftloop.recipe import RolloutPart, StagePart
 from draftloop.supervise.batch import supervise
@@ -27,7 +28,7 @@ BLOCK, DRAFTED = 5, 4
 LENGTH = 22  # of a response, in tokens
 
 
-class Patchy:
+class Patchy(ParallelDrafter):
     """A drafter with some slots spoilt, depending on the anchor alone: every acceptance 0..K comes about."""
 
     def __init__(self, drafter):

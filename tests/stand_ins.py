@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from draftloop.core.law import Law, Readout, Sampling
 from draftloop.decode.loop import decode
 from draftloop.decode.trace import Options, Request
+from draftloop.drafter.draft import ParallelDrafter
 from draftloop.target.model import Rows
 from tests.tiny import tiny_drafter
 from tests.toy import Toy
@@ -71,7 +72,7 @@ class ToyTarget:
         return Rows(hidden, at.unsqueeze(-1) if taps else None)
 
 
-class ToyDrafter:
+class ToyDrafter(ParallelDrafter):
     """A toy's q: the anchor's text is known from the feature below the anchor and the anchor's own token."""
 
     def __init__(self, toy: Toy) -> None:
@@ -81,7 +82,7 @@ class ToyDrafter:
     def new_cache(self, capacity: int) -> TextCache:
         return TextCache(capacity)
 
-    def extend(self, cache: TextCache, features, positions) -> None:
+    def extend(self, cache: TextCache, features, positions, tokens) -> None:
         cache.write(features.squeeze(-1), positions)
 
     def begin(self, cache: TextCache, anchor, tokens) -> torch.Tensor:
@@ -89,7 +90,7 @@ class ToyDrafter:
         return self.toy.q_logits[self.toy.child(below, tokens).clamp(max=self.toy.nodes - 1)]
 
 
-class Scripted:
+class Scripted(ParallelDrafter):
     """A drafter that proposes what a script says for each position of each request, whatever was committed.
 
     Args:
@@ -107,7 +108,7 @@ class Scripted:
     def new_cache(self, capacity: int) -> TextCache:
         return TextCache(capacity)
 
-    def extend(self, cache: TextCache, features, positions) -> None:
+    def extend(self, cache: TextCache, features, positions, tokens) -> None:
         if cache.store is None:  # the prefill of a new batch: its rows are the next requests
             cache.store = torch.arange(self.next, self.next + len(features)).unsqueeze(1)
             self.next += len(features)

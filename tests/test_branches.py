@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from draftloop.core.law import Sampling
+from draftloop.drafter.draft import ParallelDraft
 from draftloop.learn.update import differentiate
 from draftloop.objective.honest import expectation
 from draftloop.objective.terms import needs_teacher
@@ -83,9 +84,9 @@ def test_draws_follow_the_law_and_hang_on_their_key_alone():
 
     def draw(visit, seed=0):
         return sampled_blocks(
-            [lesson], [(0, anchor)], hidden, drafter.readout, BranchPart(), eos=(), limit=10**6, seed=seed,
+            [lesson], [(0, anchor)], ParallelDraft(hidden), drafter.readout, BranchPart(), eos=(), limit=10**6, seed=seed,
             visits=[visit],
-        ).tokens[0]  # fmt: skip
+        )[0].tokens[0]  # fmt: skip
 
     drawn = torch.stack([draw(visit) for visit in range(600)])
     law = drafter.readout.logits(hidden[0]).softmax(-1)
@@ -107,12 +108,20 @@ def test_a_branch_ends_behind_an_end_of_sequence_and_before_the_limit():
     token = torch.tensor([[lesson.trunk.tokens[a] for a in anchors]])
     hidden = drafter(lesson.features.unsqueeze(0), torch.tensor([anchors]), token)[0].detach()
     cells = [(0, a) for a in anchors]
-    free = sampled_blocks(
-        [lesson], cells, hidden, drafter.readout, BranchPart(), eos=(), limit=10**6, seed=0, visits=[0]
+    free, _ = sampled_blocks(
+        [lesson], cells, ParallelDraft(hidden), drafter.readout, BranchPart(), eos=(), limit=10**6, seed=0, visits=[0]
     )
     end = int(free.tokens[0, 1])
-    cut = sampled_blocks(
-        [lesson], cells, hidden, drafter.readout, BranchPart(), eos=(end,), limit=anchors[-1] + 3, seed=0, visits=[0]
+    cut, _ = sampled_blocks(
+        [lesson],
+        cells,
+        ParallelDraft(hidden),
+        drafter.readout,
+        BranchPart(),
+        eos=(end,),
+        limit=anchors[-1] + 3,
+        seed=0,
+        visits=[0],
     )
     assert torch.equal(free.tokens, cut.tokens)
     for i, anchor in enumerate(anchors):

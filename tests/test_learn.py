@@ -133,7 +133,7 @@ def test_loss_and_gradient_are_those_of_full_logits(kind, method):
     batch = scored(part, kind, drafter, taught_on(part, kind)[:3])
     learnt = differentiate(part.objective, [batch], drafter, target.readout, torch.float32)
     ours = gradient(drafter)
-    wanted = by_hand(part.objective, [replace(batch, drafted=None)], drafter, target)
+    wanted = by_hand(part.objective, [replace(batch, draft=None, drawn=())], drafter, target)
     wanted.backward()
     assert learnt.loss == pytest.approx(wanted.item(), rel=2e-5)
     assert close(ours, gradient(drafter), 2e-5)
@@ -210,7 +210,7 @@ def test_bfloat16_is_close(method):
     part = stage(**METHODS[method])
     drafter, target = student("llama"), world("llama").target
     batch = scored(part, "llama", drafter, taught_on(part, "llama"))
-    batch = replace(batch, drafted=None)  # the same blocks, drafted in each type
+    batch = replace(batch, draft=None, drawn=())  # the same blocks, drafted in each type
     exact = differentiate(part.objective, [batch], drafter, target.readout, torch.float32)
     wanted = gradient(drafter)
     rough = differentiate(part.objective, [batch], drafter, target.readout, torch.bfloat16)

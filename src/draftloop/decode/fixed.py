@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -154,14 +155,15 @@ class FixedRows(RowState):
 
 
 class _Compiled:
-    """A drafter whose two forwards in a round are compiled; all else is its own."""
+    """A drafter whose forwards in a round (`compiled`) are compiled; all else is its own."""
 
     def __init__(self, drafter: Any, compiler: Callable[[Any], Any]) -> None:
         self._drafter = drafter
-        # what is inside no_grad: all functions wrapped by it are one and the same to the compiler
         kind = type(drafter)
-        self.extend = partial(compiler(inspect.unwrap(kind.extend)), drafter)
-        self.begin = partial(compiler(inspect.unwrap(kind.begin)), drafter)
+        for name in kind.compiled:
+            # what is inside no_grad: all functions wrapped by it are one and the same to the compiler
+            setattr(self, name, partial(compiler(inspect.unwrap(getattr(kind, name))), drafter))
+        self.draft = MethodType(kind.draft, self)  # calls what is compiled here
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafter, name)

@@ -116,7 +116,7 @@ class RowState:
         self.cache.least = min(len(r.ids) for r in requests)
         fed = self.target.extend(self.cache, ids, positions, self.taps)
         if self.context is not None:
-            self.drafter.extend(self.context, fed.features, positions)  # type: ignore[union-attr]
+            self.drafter.extend(self.context, fed.features, positions, ids)  # type: ignore[union-attr]
         ends = fed.hidden[torch.arange(len(ids), device=ids.device), self.anchor]
         law = self.target.law(ends, self.options.sampling)
         token = law.draw(self._uniform(Purpose.TARGET, self.anchor + 1))[0].unsqueeze(1)
@@ -130,7 +130,7 @@ class RowState:
         fed = self.target.extend(self.cache, block, positions, self.taps)
         if self.context is not None:
             # rejected positions too: they are overwritten before any anchor rises above them
-            self.drafter.extend(self.context, fed.features, positions)  # type: ignore[union-attr]
+            self.drafter.extend(self.context, fed.features, positions, block)  # type: ignore[union-attr]
         law = self.target.law(fed.hidden.flatten(0, 1), self.options.sampling)
         verdict = verify(self.options.rule, proposal, law, self._coins())
         tokens = verdict.token.unsqueeze(1)
@@ -143,12 +143,17 @@ class RowState:
         if self.drafter is None:
             none = self.last.new_zeros(self.last.shape[0], 0)
             return Proposal(none, none.float(), self.target.law(self.target.readout.weight[:0], self.options.sampling))
-        hidden = self.drafter.begin(self.context, self.anchor, self.last)
-        law = Law(hidden.flatten(0, 1), self.drafter.readout, self.options.drafting)
+        readout, drafting = self.drafter.readout, self.options.drafting
         place = self.anchor.unsqueeze(1) + torch.arange(1, self.drafted + 1, device=self.anchor.device)
-        greedy = self.options.drafting.greedy  # then no draw is random, and hashing is many small kernels
-        tokens, log_q = law.draw((place if greedy else self._uniform(Purpose.DRAFT, place, self.anchor)).flatten())
-        return Proposal(tokens.view(len(place), -1), log_q.view(len(place), -1), law)
+        # a greedy draw is not random, and hashing is many small kernels
+        coins = place if drafting.greedy else self._uniform(Purpose.DRAFT, place, self.anchor)
+
+        def choose(rows: Tensor, slots: slice) -> tuple[Tensor, Tensor]:
+            tokens, scores = Law(rows.flatten(0, 1), readout, drafting).draw(coins[:, slots].flatten())
+            return tokens.view(rows.shape[:2]), scores.view(rows.shape[:2])
+
+        tokens, log_q, rows = self.drafter.draft(self.context, self.anchor, self.last).drawn(choose)
+        return Proposal(tokens, log_q, Law(rows.flatten(0, 1), readout, drafting))
 
     def _uniform(self, purpose: Purpose, position: Tensor, anchor: Tensor | None = None) -> Tensor:
         """Keyed uniforms of the shape of `position` ([b] or [b, n])."""

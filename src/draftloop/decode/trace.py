@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draftloop.core.errors import InputError
 from draftloop.core.law import Readout, Sampling
+from draftloop.drafter.draft import Draft
 
 Engine = Literal["auto", "eager", "graph", "fused"]
 
@@ -151,11 +152,11 @@ class Drafts(Protocol):
     def new_cache(self, capacity: int) -> DraftContext:
         """An empty context cache."""
 
-    def extend(self, cache: DraftContext, features: Tensor, positions: Tensor) -> None:
-        """Put target features into the cache."""
+    def extend(self, cache: DraftContext, features: Tensor, positions: Tensor, tokens: Tensor) -> None:
+        """Put target features, and the tokens that they are of, into the cache."""
 
-    def begin(self, cache: DraftContext, anchor: Tensor, tokens: Tensor) -> Tensor:
-        """Hidden rows [b, K, H] of the drafted slots."""
+    def draft(self, cache: DraftContext, anchor: Tensor, tokens: Tensor) -> Draft:
+        """Draft one block a row behind the anchors."""
 
 
 class DraftContext(Protocol):

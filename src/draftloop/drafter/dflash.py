@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from draftloop.core.law import Readout
 from draftloop.drafter.cache import DraftCache, FixedDraftCache
+from draftloop.drafter.draft import ParallelDrafter
 from draftloop.drafter.masks import attend, block_mask
 from draftloop.drafter.spec import DrafterSpec
 
@@ -111,7 +112,7 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
-class DFlash(nn.Module):
+class DFlash(ParallelDrafter, nn.Module):
     """The drafter. `bind` it to a target before use.
 
     Attributes:
@@ -119,9 +120,11 @@ class DFlash(nn.Module):
         mask_embedding: [H], what the drafted slots hold where the spec says `learned_mask`; else None.
         readout: the target's, after `bind`.
         causal: whether a slot sees no later slot of its block; plain DFlash is not (a diagnosis asks what if).
+        compiled: the methods that a round of decoding calls, tensors in and tensors out.
     """
 
     causal = False
+    compiled = ("extend", "begin")
 
     def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()
@@ -197,8 +200,11 @@ class DFlash(nn.Module):
         return FixedDraftCache(shape, len(self.layers), self.fc.weight.detach())
 
     @torch.no_grad()
-    def extend(self, cache: DraftCache, features: Tensor, positions: Tensor) -> None:
-        """Put target features [b, t, F * H] at int64 [b, t] into the cache; a position given again is overwritten."""
+    def extend(self, cache: DraftCache, features: Tensor, positions: Tensor, tokens: Tensor | None = None) -> None:
+        """Put target features [b, t, F * H] at int64 [b, t] into the cache; a position given again is overwritten.
+
+        The tokens there are not read.
+        """
         context = self._context(features)
         for i, layer in enumerate(self.layers):
             key, value = self._context_kv(layer, context, positions)

@@ -73,7 +73,9 @@ def anchors_of(trunk: Trunk, device: torch.device) -> Tensor:
 
 
 def drafted_rows(drafter: Any, lesson: Lesson, anchors: Tensor) -> tuple[Tensor, Tensor]:
-    """Draft from anchors in one packed forward, on the trunk's own text.
+    """Draft from anchors in one packed forward, each slot given the trunk's own text before it.
+
+    Rows behind the first draft that leaves the trunk are not those of decoding; no round reads them.
 
     Args:
         drafter: bound.
@@ -86,9 +88,10 @@ def drafted_rows(drafter: Any, lesson: Lesson, anchors: Tensor) -> tuple[Tensor,
     """
     tokens = torch.tensor(lesson.trunk.tokens, device=anchors.device)
     assert lesson.features is not None
-    hidden = drafter(lesson.features.unsqueeze(0), anchors.unsqueeze(0), tokens[anchors].unsqueeze(0))[0]
+    draft = drafter.pack(lesson.features.unsqueeze(0), anchors.unsqueeze(0), tokens.unsqueeze(0))
     place = anchors.unsqueeze(1) + torch.arange(1, drafter.spec.drafted + 1, device=anchors.device)
-    return hidden, torch.where(place < len(tokens), tokens[place.clamp(max=len(tokens) - 1)], -1)
+    own = tokens[place.clamp(max=len(tokens) - 1)]
+    return draft.forced(own.unsqueeze(0))[0], torch.where(place < len(tokens), own, -1)
 
 
 def responses_of(generations: Sequence[Generation], names: Sequence[tuple[str, str]], drafted: int) -> list[Response]:

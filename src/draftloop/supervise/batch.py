@@ -6,7 +6,7 @@ mixture: every source proposes at the same anchors, and all of them share one dr
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +16,10 @@ from torch import Tensor
 from draftloop.core.blocks import Blocks
 from draftloop.core.draws import Purpose, uniforms
 from draftloop.core.law import Sampling
+from draftloop.drafter.draft import Draft
 from draftloop.recipe import Source, StagePart
 from draftloop.supervise.anchors import choose
+from draftloop.supervise.drafting import packed_draft
 from draftloop.supervise.hard import choose_hard
 from draftloop.supervise.lesson import FeatureStore, Lesson
 from draftloop.supervise.propose import (
@@ -41,35 +43,40 @@ class Scored:
     Attributes:
         features: [b, S, F * H] trunk features, zero-padded.
         anchor: int64 [b, M] anchors a row, padded with 0.
-        token: int64 [b, M] tokens at the anchors.
+        text: int64 [b, T] tokens of the trunks, zero-padded.
         blocks: the N real blocks, those of one source after those of another.
         column: int64 [N], where each block stands in its row of `anchor`.
         labels: int64 [N, K] the token that verification committed at each position, or the trunk's; -1 = not known.
         teacher: [N, K, H] the target's hidden rows, or None if the objective needs none.
         mixture: each source, its share of the loss and how many of the N blocks are its.
-        drafted: [b, M, K, H] the drafter's hidden rows with their graph, where proposals were drawn from them.
+        draft: the drafter's, with its graph, where proposals were drawn from it.
+        drawn: for each source the drafter's rows that its proposals were drawn from, with their graph; else None.
         coins: float64 [N, K] in (0, 1), what the ratio rule compares p/q with.
         trunk_law: how the target drew the trunks, where all were drawn alike.
     """
 
     features: Tensor
     anchor: Tensor
-    token: Tensor
+    text: Tensor
     blocks: Blocks
     column: Tensor
     labels: Tensor
     teacher: Tensor | None
     mixture: tuple[tuple[Source, float, int], ...]
-    drafted: Tensor | None = None
+    draft: Draft | None = None
+    drawn: tuple[Tensor | None, ...] = ()
     coins: Tensor | None = None
     trunk_law: Sampling | None = None
 
     def drafted_rows(self, drafter: Any, precision: torch.dtype = torch.float32) -> Tensor:
-        """[N, K, H] the drafter's hidden rows of all blocks, in one packed forward (the one that was sampled from)."""
-        hidden = self.drafted
-        if hidden is None:
-            hidden = packed_forward(drafter, self.features, self.anchor, self.token, precision)
-        return hidden[self.blocks.row, self.column]
+        """[N, K, W] the drafter's rows of all blocks: those that were sampled from, or from one packed pass."""
+        first = self.mixture[0][2]
+        cells = (self.blocks.row[:first], self.column[:first])  # every source proposes at the same
+        draft = self.draft or packed_draft(drafter, self.features, self.anchor, self.text, cells, precision)
+        tokens = self.blocks.tokens.split([size for _, _, size in self.mixture])
+        drawn = self.drawn or (None,) * len(tokens)
+        rows = [draft.forced(own) if mine is None else mine for own, mine in zip(tokens, drawn, strict=True)]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def of(self, index: int) -> Blocks:
         """The blocks with all but those of one source made invalid."""
@@ -77,16 +84,6 @@ class Scored:
         mine = torch.zeros(sum(sizes), 1, dtype=torch.bool, device=self.blocks.valid.device)
         mine[sum(sizes[:index]) : sum(sizes[: index + 1])] = True
         return replace(self.blocks, valid=self.blocks.valid & mine, accepted=self.blocks.accepted & mine)
-
-
-def packed_forward(drafter: Any, features: Tensor, anchor: Tensor, token: Tensor, precision: torch.dtype) -> Tensor:
-    """[b, M, K, H] in the compute type of training; bfloat16 runs under autocast, weights stay float32."""
-    context: AbstractContextManager[Any] = nullcontext()
-    if precision != torch.float32:
-        context = torch.autocast(features.device.type, dtype=precision)
-    with context:
-        hidden: Tensor = drafter(features, anchor, token)
-    return hidden
 
 
 def supervise(
@@ -127,15 +124,14 @@ def supervise(
             chosen.append(choose(stage.anchors, lesson, count, seed, visit))
     cells = [(row, anchor) for row, anchors in enumerate(chosen) for anchor in anchors]
     column = torch.tensor([i for anchors in chosen for i in range(len(anchors))], device=device)
-    anchor, token = _pad(lessons, chosen, device)
+    anchor, text = _pad(chosen, device), _pad([lesson.trunk.tokens for lesson in lessons], device)
     features = torch.nn.utils.rnn.pad_sequence([lesson.features for lesson in lessons], batch_first=True)  # type: ignore[misc]
     own = trunk_blocks(lessons, cells, drafted, device)
-    hidden = None
+    draft = None
     if {"sampled", "redraft"} & set(stage.mixture):
-        # one forward serves both sampling (detached) and the loss: what is drawn is drawn from the very law trained
-        hidden = packed_forward(drafter, features, anchor, token, precision)
-    rows = None if hidden is None else hidden.detach()[own.row, column]
-    at = _Place(stage, lessons, cells, visits, own, rows, target, drafter, seed, need_teacher)
+        # one pass serves both sampling (detached) and the loss: what is drawn is drawn from the very law trained
+        draft = packed_draft(drafter, features, anchor, text, (own.row, column), precision)
+    at = _Place(stage, lessons, cells, visits, own, draft, target, drafter, seed, need_teacher)
     parts = [_PROPOSE[source](at) for source in stage.mixture]
     store.release(lessons)
     blocks = _joined([part.blocks for part in parts])
@@ -147,7 +143,8 @@ def supervise(
     mixture = tuple((source, share, len(cells)) for source, share in stage.mixture.items())
     laws = {lesson.trunk.drawn for lesson in lessons}
     return Scored(
-        features, anchor, token, blocks, column.repeat(len(parts)), labels, teacher, mixture, hidden,
+        features, anchor, text, blocks, column.repeat(len(parts)), labels, teacher, mixture, draft,
+        tuple(part.drawn for part in parts),
         coins(lessons, blocks, seed, visits), laws.pop() if len(laws) == 1 else None,
     )  # fmt: skip
 
@@ -161,7 +158,7 @@ class _Place:
     cells: Cells
     visits: list[int]
     own: Blocks
-    hidden: Tensor | None
+    draft: Draft | None
     target: Any
     drafter: Any
     seed: int
@@ -178,6 +175,7 @@ class _Part:
     blocks: Blocks
     labels: Tensor
     teacher: Tensor | None
+    drawn: Tensor | None = None
 
 
 def _trunk(at: _Place) -> _Part:
@@ -196,32 +194,32 @@ def _recorded(at: _Place) -> _Part:
 
 
 def _redraft(at: _Place) -> _Part:
-    assert at.hidden is not None
+    assert at.draft is not None
     room = room_after(at.lessons, at.cells, at.target.device)
-    blocks = redraft_blocks(at.lessons, at.cells, at.hidden, at.drafter.readout, at.target.eos_ids, room)
+    blocks, drawn = redraft_blocks(at.cells, at.draft, at.drafter.readout, at.target.eos_ids, room)
     teacher = scored_rows(at.target, at.lessons, blocks)
     run = greedy_run(teacher, blocks.tokens, at.target.readout).unsqueeze(1)
     blocks = replace(blocks, accepted=blocks.valid & (blocks.position <= run))
     labels, known = committed_greedily(blocks, at.own, teacher, at.target.readout)
-    return _Part(blocks, torch.where(known, labels, -1), teacher)
+    return _Part(blocks, torch.where(known, labels, -1), teacher, drawn)
 
 
 def _sampled(at: _Place) -> _Part:
-    assert at.hidden is not None
+    assert at.draft is not None
     branch = at.stage.branch
-    blocks = sampled_blocks(
-        at.lessons, at.cells, at.hidden, at.drafter.readout, branch,
+    blocks, drawn = sampled_blocks(
+        at.lessons, at.cells, at.draft, at.drafter.readout, branch,
         eos=at.target.eos_ids, limit=at.target.context_limit, seed=at.seed, visits=at.visits,
     )  # fmt: skip
     if not at.need_teacher:
-        return _Part(blocks, at.labels, None)
+        return _Part(blocks, at.labels, None, drawn)
     teacher = scored_rows(at.target, at.lessons, blocks)
     if at.stage.objective.kind == "draft_opd":  # the one objective that must know first what was accepted
         law = at.target.law(teacher.flatten(0, 1), Sampling(branch.temperature))
         run = ratio_run(blocks, law, coins(at.lessons, blocks, at.seed, at.visits)).unsqueeze(1)
         blocks = replace(blocks, accepted=blocks.valid & (blocks.position <= run))
-        return _Part(blocks, torch.where(blocks.accepted, blocks.tokens, -1), teacher)
-    return _Part(blocks, at.labels, teacher)
+        return _Part(blocks, torch.where(blocks.accepted, blocks.tokens, -1), teacher, drawn)
+    return _Part(blocks, at.labels, teacher, drawn)
 
 
 _PROPOSE = {"trunk": _trunk, "recorded": _recorded, "redraft": _redraft, "sampled": _sampled}
@@ -258,11 +256,6 @@ def _joined(parts: list[Blocks]) -> Blocks:
     return Blocks(both("row"), both("anchor"), both("tokens"), both("valid"), both("accepted"), drawn)
 
 
-def _pad(lessons: list[Lesson], chosen: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    width = max(map(len, chosen))
-    anchor = torch.zeros(len(chosen), width, dtype=torch.int64)
-    token = torch.zeros_like(anchor)
-    for row, anchors in enumerate(chosen):
-        anchor[row, : len(anchors)] = torch.tensor(anchors)
-        token[row, : len(anchors)] = torch.tensor([lessons[row].trunk.tokens[a] for a in anchors])
-    return anchor.to(device), token.to(device)
+def _pad(lines: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """int64 [b, longest], zero-padded."""
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(line) for line in lines], batch_first=True).to(device)

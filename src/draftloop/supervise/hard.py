@@ -45,10 +45,11 @@ def choose_hard(
     assert lesson.features is not None
     assert lesson.hidden is not None
     anchor = torch.tensor(pool, device=target.device)
-    token = torch.tensor([lesson.trunk.tokens[a] for a in pool], device=target.device)
-    hidden = drafter(lesson.features.unsqueeze(0), anchor.unsqueeze(0), token.unsqueeze(0))[0]
+    text = torch.tensor([lesson.trunk.tokens], device=target.device)
+    own = trunk_blocks([lesson], [(0, a) for a in pool], drafter.spec.drafted, target.device)
+    draft = drafter.pack(lesson.features.unsqueeze(0), anchor.unsqueeze(0), text)
+    hidden = draft.forced(own.tokens.unsqueeze(0))[0]
     if policy == "errors":
-        own = trunk_blocks([lesson], [(0, a) for a in pool], drafter.spec.drafted, target.device)
         run = greedy_run(hidden, torch.where(own.valid, own.tokens, -1), drafter.readout)
         # equal runs in a keyed order: else the first ones of the text would always win
         shuffle = permutation(seed, Purpose.ANCHOR, len(pool), lesson.key, visit, 1).to(run.device)

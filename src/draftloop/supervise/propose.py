@@ -16,6 +16,7 @@ from draftloop.core.blocks import Blocks
 from draftloop.core.draws import Purpose, uniforms
 from draftloop.core.law import Law, Readout, Sampling
 from draftloop.decode.rules import leading
+from draftloop.drafter.draft import Draft
 from draftloop.recipe import BranchPart
 from draftloop.supervise.lesson import Lesson
 
@@ -61,30 +62,34 @@ def recorded_blocks(
     )
 
 
-@torch.no_grad()
 def redraft_blocks(
-    lessons: list[Lesson], cells: Cells, hidden: Tensor, readout: Readout, eos: tuple[int, ...], room: Tensor
-) -> Blocks:
+    cells: Cells, draft: Draft, readout: Readout, eos: tuple[int, ...], room: Tensor
+) -> tuple[Blocks, Tensor]:
     """The drafter's argmax at each anchor; `accepted` stays empty, for nothing is verified yet.
 
     Args:
-        hidden: [N, K, H] the drafter's rows.
+        draft: of the N blocks.
         room: int64 [N], positions left in each trunk after the anchor; later ones are not valid.
+
+    Returns:
+        the blocks; [N, K, W] the rows that they were drawn from, with their graph.
     """
-    n, drafted, _ = hidden.shape
-    flat = hidden.flatten(0, 1)
-    tokens = torch.cat([readout.logits(part).argmax(-1) for part in flat.split(512)]).view(n, drafted)
-    rows, anchors = _columns(cells, hidden.device)
-    valid = torch.arange(drafted, device=hidden.device) < room.unsqueeze(1)
-    certain = torch.zeros(tokens.shape, device=hidden.device)
-    return Blocks(rows, anchors, tokens, valid & before_end(tokens, eos), torch.zeros_like(valid), certain)
+
+    def choose(hidden: Tensor, slots: slice) -> tuple[Tensor, Tensor]:
+        law = Law(hidden.flatten(0, 1), readout, Sampling())
+        tokens, scores = law.draw(hidden.new_empty(len(law.hidden)))
+        return tokens.view(hidden.shape[:2]), scores.view(hidden.shape[:2])
+
+    tokens, certain, drawn = draft.drawn(choose)
+    rows, anchors = _columns(cells, tokens.device)
+    valid = torch.arange(draft.drafted, device=tokens.device) < room.unsqueeze(1)
+    return Blocks(rows, anchors, tokens, valid & before_end(tokens, eos), torch.zeros_like(valid), certain), drawn
 
 
-@torch.no_grad()
 def sampled_blocks(
     lessons: list[Lesson],
     cells: Cells,
-    hidden: Tensor,
+    draft: Draft,
     readout: Readout,
     branch: BranchPart,
     *,
@@ -92,35 +97,42 @@ def sampled_blocks(
     limit: int,
     seed: int,
     visits: list[int],
-) -> Blocks:
+) -> tuple[Blocks, Tensor]:
     """One branch an anchor, drawn from the drafter's own law; `accepted` stays empty, for nothing is verified yet.
 
     A branch may run past its trunk's end, for the target has a law there too; it is cut behind an end-of-sequence.
     `log_q` is of the law really drawn from: at the branch temperature, 0 where the argmax was taken.
 
     Args:
-        hidden: [N, K, H] the drafter's rows, detached.
+        draft: of the N blocks.
         branch: temperature and share of greedy branches.
         limit: longest text the target can score.
         seed: of the keyed draws.
         visits: how often each lesson was seen before; part of the key.
+
+    Returns:
+        the blocks; [N, K, W] the rows that they were drawn from, with their graph.
     """
-    n, drafted, _ = hidden.shape
-    device = hidden.device
+    drafted, device = draft.drafted, readout.weight.device
     rows, anchors = _columns(cells, device)
     key = torch.tensor([lesson.key for lesson in lessons], device=device)[rows]
     visit = torch.tensor(visits, dtype=torch.int64, device=device)[rows]
     greedy = uniforms(seed, Purpose.BRANCH, key, visit, anchors) < branch.greedy_share
     place = torch.arange(1, drafted + 1, device=device)
     draws = uniforms(seed, Purpose.DRAFT, key[:, None], visit[:, None], anchors[:, None], anchors[:, None] + place)
-    tokens = torch.zeros(n, drafted, dtype=torch.int64, device=device)
-    log_q = torch.zeros(n, drafted, device=device)
-    for mine, temperature in ((greedy, 0.0), (~greedy, branch.temperature)):
-        law = Law(hidden[mine].flatten(0, 1), readout, Sampling(temperature))
-        drawn, scores = law.draw(draws[mine].flatten())
-        tokens[mine], log_q[mine] = drawn.view(-1, drafted), scores.view(-1, drafted)
+
+    def choose(hidden: Tensor, slots: slice) -> tuple[Tensor, Tensor]:
+        tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=device)
+        scores = torch.zeros(hidden.shape[:2], device=device)
+        for mine, temperature in ((greedy, 0.0), (~greedy, branch.temperature)):
+            law = Law(hidden[mine].flatten(0, 1), readout, Sampling(temperature))
+            some, certain = law.draw(draws[mine][:, slots].flatten())
+            tokens[mine], scores[mine] = some.view(-1, hidden.shape[1]), certain.view(-1, hidden.shape[1])
+        return tokens, scores
+
+    tokens, log_q, drawn = draft.drawn(choose)
     valid = before_end(tokens, eos) & (anchors.unsqueeze(1) + place < limit)
-    return Blocks(rows, anchors, tokens, valid, torch.zeros_like(valid), log_q)
+    return Blocks(rows, anchors, tokens, valid, torch.zeros_like(valid), log_q), drawn
 
 
 @torch.no_grad()
