@@ -54,9 +54,7 @@ def summarise(rows: list[Row]) -> Row:
                        for row in rows if row["kind"] == "generation"],
         "failed": [row["why"] for row in rows if row["kind"] == "failed"],
     }  # fmt: skip
-    found["same_tokens"] = bool(found["checks"]) and all(
-        row["same"] == row["prompts"] for row in found["checks"]
-    )
+    found["same_tokens"] = bool(found["checks"]) and all(row["same"] == row["prompts"] for row in found["checks"])
     first = [cell for cell in table if (cell["batch"], cell["temperature"]) == (1, 0)]
     first = [cell for cell in first if cell["engine"] != "eager"]  # it decodes fewer prompts, for comparison
     best = {arm: max((cell for cell in first if arm in cell), key=lambda cell: cell[arm]["tokens_per_s"], default=None)
