@@ -4,8 +4,9 @@
     python benchmarks/decode.py --quick --device cpu --out FILE    a toy on the CPU: does all of it run?
 
 Correctness first: in float32 (TF32 off), or float64 where a draft is drawn, every engine writes the tokens of the eager
-loop. Then each cell: decoding of its prompts after prefill by the clock, and the time of one round by CUDA events. A row
-is appended as soon as it is measured, so what a kill leaves counts. `results.py` derives results/decode.json. Judges nothing.
+loop. Then each cell: decoding of its prompts after prefill by the clock, and the time of one round alone by CUDA
+events. A row is appended as soon as it is measured, so what a kill leaves counts. `results.py` derives
+results/decode.json. Judges nothing.
 """
 
 from __future__ import annotations
