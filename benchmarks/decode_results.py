@@ -54,9 +54,7 @@ def summarise(rows: list[Row]) -> Row:
                        for row in rows if row["kind"] == "generation"],
         "failed": [row["why"] for row in rows if row["kind"] == "failed"],
     }  # fmt: skip
-    found["same_tokens_in_float32"] = bool(found["checks"]) and all(
-        row["same"] == row["prompts"] for row in found["checks"]
-    )
+    found["same_tokens"] = bool(found["checks"]) and all(row["same"] == row["prompts"] for row in found["checks"])
     first = [cell for cell in table if (cell["batch"], cell["temperature"]) == (1, 0)]
     first = [cell for cell in first if cell["engine"] != "eager"]  # it decodes fewer prompts, for comparison
     best = {arm: max((cell for cell in first if arm in cell), key=lambda cell: cell[arm]["tokens_per_s"], default=None)
@@ -87,6 +85,16 @@ def _pair(where: Row, arms: dict[str, Row]) -> Row:
     return cell
 
 
+def _checked(checks: list[Row]) -> str:
+    """How many answers were the eager loop's, by the type computed in; rows of before it was written down: float32."""
+    counts: dict[str, list[int]] = {}
+    for row in checks:
+        count = counts.setdefault(row.get("dtype", "float32").removeprefix("torch."), [0, 0])
+        count[0], count[1] = count[0] + row["same"], count[1] + row["prompts"]
+    told = ", ".join(f"in {dtype} for {same} of {prompts} answers" for dtype, (same, prompts) in counts.items())
+    return f"The engine wrote the eager loop's tokens {told}." if told else "No tokens were compared."
+
+
 def table(raw: Path = RAW) -> str:
     """The cells as Markdown tables."""
     if not raw.is_file():
@@ -96,9 +104,7 @@ def table(raw: Path = RAW) -> str:
     lines = [
         f"`{settings['command']}` on {settings['hardware'].get('gpu', 'CPU')}, torch {settings['versions']['torch']},"
         f" transformers {settings['versions']['transformers']}; drafter {settings['drafter']['from']}, block"
-        f" {settings['drafter']['block_size']}. In float32 the engine wrote the eager loop's tokens for"
-        f" {sum(row['same'] for row in checks)} of {sum(row['prompts'] for row in checks)} answers."
-        " Round cost = the tau above which speculation pays.",
+        f" {settings['drafter']['block_size']}. {_checked(checks)} Round cost = the tau above which speculation pays.",
         "",
         "| batch | T | engine | kernel | plain tokens/s | ms a step | speculative tokens/s | ms a round | round cost"
         " | tau | against plain |",

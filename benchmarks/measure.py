@@ -69,7 +69,7 @@ def training(
     ]
     rows: list[Row] = []
     for kind, method in METHODS.items():
-        lessons = _lessons(target, drafter, trunks, method, max_new_tokens)
+        lessons = lessons_of(target, drafter, trunks, method, max_new_tokens)
         steps = {chunk: _step(target, drafter, lessons, method, chunk, anchors, precision) for chunk in CHUNKS}
         for step in steps.values():
             step()  # the first forwards allocate
@@ -124,7 +124,8 @@ def drafting(target: Any, drafter: Any, *, length: int, counts: Sequence[int], r
     return rows
 
 
-def _lessons(target: Any, drafter: Any, trunks: list[Trunk], method: str, max_new_tokens: int) -> list[Lesson]:
+def lessons_of(target: Any, drafter: Any, trunks: list[Trunk], method: str, max_new_tokens: int) -> list[Lesson]:
+    """The fixed trunks, or for `draft-opd` their prompts rolled out with this drafter."""
     if method != "draft-opd":
         return [Lesson(trunk) for trunk in trunks]
     served = for_decoding(drafter, target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,13 +16,18 @@ TOP = 15
 
 def profile_text(name: str, engine: Any, target: Any) -> str:
     """Kernels, gaps and the costliest kernels of a round of this engine."""
-    cuda = target.device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     engine.rows.at.zero_()
-    engine.turn()
+    weights = sum(p.numel() * p.element_size() for p in target.model.parameters())
+    return listing(name, engine.turn, target.device.type == "cuda", "round", weights)
+
+
+def listing(name: str, turn: Callable[[], Any], cuda: bool, unit: str, weights: int = 0) -> str:
+    """The account of what `turn` does; with `weights` bytes, how fast they would be read once in its time."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    turn()
     with profile(activities=activities) as seen:
         for _ in range(TURNS):
-            engine.turn()
+            turn()
         if cuda:
             torch.cuda.synchronize()
     if cuda:
@@ -40,16 +46,16 @@ def profile_text(name: str, engine: Any, target: Any) -> str:
         busy += max(0.0, end - max(start, reach))
         reach = max(reach, end)
     whole = reach - spans[0][0]
-    weights = sum(p.numel() * p.element_size() for p in target.model.parameters())
     cost: dict[str, list[float]] = defaultdict(list)
     for start, end, kernel in spans:
         cost[kernel].append(end - start)
+    speed = weights / (whole / TURNS) / 1e3
+    reading = f"; reading the weights once ({weights / 1e6:.0f} MB) in this time is {speed:.0f} GB/s" if weights else ""
     lines = [
-        f"{name}: {len(spans) / TURNS:.0f} {'kernels' if cuda else 'operators'}, {whole / TURNS:.0f} us a round,"
+        f"{name}: {len(spans) / TURNS:.0f} {'kernels' if cuda else 'operators'}, {whole / TURNS:.0f} us a {unit},"
         f" {busy / TURNS:.0f} us of them busy, {len(gaps) / TURNS:.0f} gaps of {sum(gaps) / TURNS:.0f} us in all",
-        f"mean kernel {busy / len(spans):.2f} us; reading the weights once ({weights / 1e6:.0f} MB) in this time is"
-        f" {weights / (whole / TURNS) / 1e3:.0f} GB/s",
-        f"{'us/round':>9} {'calls':>6} {'us each':>8}  name",
+        f"mean kernel {busy / len(spans):.2f} us{reading}",
+        f"{'us/' + unit:>9} {'calls':>6} {'us each':>8}  name",
     ]
     for kernel, times in sorted(cost.items(), key=lambda item: -sum(item[1]))[:TOP]:
         total = sum(times)

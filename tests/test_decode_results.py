@@ -57,7 +57,7 @@ def test_headline_and_cells(derived, tmp_path):
     assert found["engines_b1"] == {"plain": "tuned, sdpa", "speculative": "fused, sdpa"}
     assert (found["plain_tokens_per_s_b1"], found["tau_b1"]) == (1200.0, 2.0)
     assert found["speculative_over_plain_b1"] == 1.5
-    assert found["same_tokens_in_float32"]
+    assert found["same_tokens"]
     by_place = {(one["batch"], one["engine"]): one for one in found["cells"]}
     assert by_place[8, "graph"]["round_cost"] == 2.5
     assert not by_place[8, "graph"]["pays"]
@@ -67,10 +67,14 @@ def test_headline_and_cells(derived, tmp_path):
     assert "Not measured: no memory." in page
 
 
-def test_one_wrong_token_is_told(derived):
+def test_one_wrong_token_is_told(derived, tmp_path):
     rows = [HEAD, {"kind": "check", "same": 7, "prompts": 8}, *ROWS[3:5]]
-    assert not derived.summarise(rows)["same_tokens_in_float32"]
-    assert not derived.summarise([HEAD, *ROWS[3:5]])["same_tokens_in_float32"]  # nothing was checked
+    assert not derived.summarise(rows)["same_tokens"]
+    raw = tmp_path / "raw.jsonl"
+    rows.append({"kind": "check", "same": 8, "prompts": 8, "dtype": "torch.float64"})
+    raw.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert "in float32 for 7 of 8 answers, in float64 for 8 of 8 answers." in derived.table(raw)
+    assert not derived.summarise([HEAD, *ROWS[3:5]])["same_tokens"]  # nothing was checked
 
 
 def test_nothing_measured_is_nothing(derived, tmp_path):
@@ -86,7 +90,7 @@ def test_the_benchmark_runs_at_toy_size(derived, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = derived.summarise(derived.read(raw))
-    assert found["same_tokens_in_float32"]
+    assert found["same_tokens"]
     assert found["failed"] == []
     places = {(cell["batch"], cell["temperature"], cell["engine"]) for cell in found["cells"]}
     assert places == {(1, 0, "graph"), (1, 0, "eager"), (2, 0, "graph"), (1, 1, "graph"), (2, 1, "graph")}
