@@ -37,7 +37,7 @@ from draftloop.decode.graph import GraphEngine
 from draftloop.decode.loop import Decoder, decode
 from draftloop.decode.trace import Generation, Options, Request
 from draftloop.drafter.build import for_decoding, new_drafter
-from draftloop.drafter.spec import spec_for
+from draftloop.drafter.families import spec_for
 from draftloop.formats.load import load_drafter
 from draftloop.recipe import DrafterPart
 from draftloop.target.load import load_target

@@ -31,7 +31,7 @@ from draftloop.data.trunk import response_trunk
 from draftloop.decode.loop import decode
 from draftloop.decode.trace import Options, Request
 from draftloop.drafter.build import new_drafter
-from draftloop.drafter.spec import spec_for
+from draftloop.drafter.families import spec_for
 from draftloop.formats.load import load_drafter
 from draftloop.learn import update
 from draftloop.objective.terms import needs_teacher

@@ -28,7 +28,7 @@ from draftloop.data.prompts import read_prompts
 from draftloop.decode.loop import decode
 from draftloop.decode.trace import Options, Request
 from draftloop.drafter.build import new_drafter
-from draftloop.drafter.spec import spec_for
+from draftloop.drafter.families import spec_for
 from draftloop.formats.load import load_drafter
 from draftloop.recipe import DrafterPart
 from draftloop.target.load import load_target

@@ -12,17 +12,17 @@ from safetensors.torch import load_file, save_file
 
 from draftloop.core.errors import InputError
 from draftloop.drafter.dflash import DFlash
-from draftloop.drafter.spec import DrafterSpec
+from draftloop.drafter.spec import DFlashSpec
 from draftloop.formats.load import load_drafter
 
-SPEC = DrafterSpec(
+SPEC = DFlashSpec(
     hidden_size=6, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=10, vocab_size=20, num_target_layers=9,
     target_layers=(1, 4, 7), block_size=5, mask_token_id=19, rope_theta=1e6, norm_eps=1e-5, max_positions=333,
     made_for={"target": "somebody/something", "target_fingerprint": "0123456789abcdef"},
 )  # fmt: skip
 
 
-def loose(spec: DrafterSpec = SPEC, seed: int = 0) -> DFlash:
+def loose(spec: DFlashSpec = SPEC, seed: int = 0) -> DFlash:
     """An unbound drafter with loud weights, among them the floats that careless code loses."""
     drafter = DFlash(spec)
     generator = torch.Generator().manual_seed(seed)
@@ -88,11 +88,11 @@ def refused(folder, *words: str, target=None) -> InputError:
 
 
 @st.composite
-def specs(draw) -> DrafterSpec:
+def specs(draw) -> DFlashSpec:
     vocab = draw(st.integers(2, 40))
     depth = draw(st.integers(1, 40))
     kv_heads = draw(st.integers(1, 3))
-    return DrafterSpec(
+    return DFlashSpec(
         hidden_size=draw(st.integers(1, 9)),
         layers=draw(st.integers(1, 12)),
         heads=kv_heads * draw(st.integers(1, 3)),

@@ -16,7 +16,7 @@ from draftloop import api
 from draftloop.core.errors import InputError
 from draftloop.data.prompts import read_prompts
 from draftloop.drafter.build import new_drafter
-from draftloop.drafter.spec import spec_for
+from draftloop.drafter.families import spec_for
 from draftloop.recipe import DrafterPart
 from tests.toy_run import toy_checkpoint, toy_prompts, toy_recipe, toy_tokenizer
 

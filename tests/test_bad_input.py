@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from draftloop.cli import main
 from draftloop.core.errors import InputError
 from draftloop.drafter.build import new_drafter
-from draftloop.drafter.spec import spec_for
+from draftloop.drafter.families import spec_for
 from draftloop.formats.zlab import save_drafter
 from draftloop.recipe import DrafterPart
 from draftloop.target.load import load_target

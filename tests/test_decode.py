@@ -13,7 +13,7 @@ from draftloop.core.law import Sampling
 from draftloop.decode.loop import decode, rounds
 from draftloop.decode.trace import Generation, Options, Request, Step
 from draftloop.drafter.build import for_decoding, new_drafter
-from draftloop.drafter.spec import spec_for
+from draftloop.drafter.families import spec_for
 from draftloop.recipe import DrafterPart
 from draftloop.target.load import load_target
 from tests.stand_ins import EOS, WAYS, Scripted, garbled, requests_of, scripts_of, trained_drafter, with_eos

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from draftloop.core.errors import InputError
 from draftloop.drafter.build import for_decoding, new_drafter
 from draftloop.drafter.dflash import DFlash
-from draftloop.drafter.spec import choose_mask_token, spec_for, stand_in
+from draftloop.drafter.families import spec_for
+from draftloop.drafter.spec import choose_mask_token, stand_in
 from draftloop.formats.load import load_drafter
 from draftloop.formats.tensors import published_shapes
 from draftloop.formats.zlab import save_drafter

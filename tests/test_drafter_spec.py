@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from draftloop.core.errors import InputError
 from draftloop.drafter.build import new_drafter
-from draftloop.drafter.spec import check_fits, choose_mask_token, default_target_layers, left_alone, spec_for
+from draftloop.drafter.families import spec_for
+from draftloop.drafter.spec import check_fits, choose_mask_token, default_target_layers, left_alone
 from draftloop.recipe import DrafterPart
 from draftloop.target.load import load_target
 from tests.tiny import EOS, VOCAB, tiny_drafter, tiny_model, tiny_spec, tiny_target

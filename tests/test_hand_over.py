@@ -14,7 +14,7 @@ import torch
 from draftloop.cli import main
 from draftloop.core import files
 from draftloop.drafter.build import new_drafter
-from draftloop.drafter.spec import spec_for
+from draftloop.drafter.families import spec_for
 from draftloop.formats import export as room
 from draftloop.formats.export import export
 from draftloop.formats.load import load_drafter

@@ -336,16 +336,34 @@ def test_misuse_is_named() -> None:
         row_values("forward_kl", student, narrow, teacher=inputs["teacher"])
 
 
-def test_a_trainable_readout_is_refused_where_it_would_matter() -> None:
-    student, head, inputs = case(5, 4, 13, bias=True)
-    assert head.bias is not None
-    for trainable in (head.weight, head.bias):
-        trainable.requires_grad_()
-        with pytest.raises(DraftloopError, match="trainable readout"):
-            row_values("forward_kl", student, head, **inputs)
-        with torch.no_grad():
-            row_values("forward_kl", student, head, **inputs)
-        trainable.requires_grad_(False)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trained_readout_gets_its_gradient_and_gives_the_same_values(kind: Kind) -> None:
+    student, head, inputs = case(11, 4, 13, bias=True)
+    inputs["teacher_readout"] = Readout(head.weight.detach().clone(), head.bias)
+    wide = torch.cat([student.detach(), torch.randn(11, 3, dtype=student.dtype)], -1).requires_grad_()
+    trained = replace(head, bias=head.bias.clone().requires_grad_(), added=torch.randn(13, 3, dtype=student.dtype))
+    trained.weight.requires_grad_()
+    trained.added.requires_grad_()
+    assert len(trained.parameters) == 3
+    inputs = {
+        name: given
+        for name, given in inputs.items()
+        if name in (("labels",) if kind == "ce" else ("teacher", "teacher_readout"))
+    }
+    weight = torch.linspace(0.5, 2, 11, dtype=student.dtype)  # rows count unlike each other
+    values = row_values(kind, wide, trained, chunk=4, **inputs)
+    found = torch.autograd.grad((values * weight).sum(), (wide, *trained.parameters))
+    z = trained.logits(wide)
+    whole = Readout(torch.eye(13, dtype=student.dtype))  # the logits as rows: another way to the same derivative
+    expected = row_values(kind, z, whole, **inputs)
+    assert torch.allclose(values, expected)
+    for mine, theirs in zip(
+        found, torch.autograd.grad((expected * weight).sum(), (wide, *trained.parameters)), strict=True
+    ):
+        assert torch.allclose(mine, theirs, atol=1e-9)
+        assert float(theirs.abs().max()) > 1e-4
+    with torch.no_grad():
+        assert torch.allclose(row_values(kind, wide, trained, **inputs), expected)
 
 
 # ---- memory

@@ -19,7 +19,7 @@ from draftloop.data.trunk import Trunk, response_trunk
 from draftloop.decode.loop import decode
 from draftloop.decode.trace import Options, Request
 from draftloop.drafter.build import for_decoding, new_drafter
-from draftloop.drafter.spec import spec_for
+from draftloop.drafter.families import spec_for
 from draftloop.evaluate import offline as room
 from draftloop.evaluate.offline import offline
 from draftloop.evaluate.tau import acceptance, paired

@@ -313,7 +313,7 @@ def test_the_worker_drops_half_a_row(tmp_path):
 def test_vllm_itself(tmp_path):
     """The real engine serves an untrained one-layer drafter, greedily, step by step as we do."""
     from draftloop.drafter.build import for_decoding, new_drafter
-    from draftloop.drafter.spec import spec_for
+    from draftloop.drafter.families import spec_for
     from draftloop.engines.serve import find_engine
     from draftloop.formats.zlab import save_drafter
     from draftloop.recipe import DrafterPart

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from draftloop.drafter.build import new_drafter
-from draftloop.drafter.spec import DrafterSpec
+from draftloop.drafter.spec import DFlashSpec
 from draftloop.target.load import load_target
 
 VOCAB = 61
@@ -57,8 +57,8 @@ def tiny_target(kind: str = "llama", **changes):
     return load_target(tiny_model(kind, **changes))
 
 
-def tiny_spec(target, *, block: int = 4, layers: int = 2, target_layers=(0, 2), mask: int = 5) -> DrafterSpec:
-    return DrafterSpec(
+def tiny_spec(target, *, block: int = 4, layers: int = 2, target_layers=(0, 2), mask: int = 5) -> DFlashSpec:
+    return DFlashSpec(
         hidden_size=target.hidden_size, layers=layers, heads=4, kv_heads=2, head_dim=12, intermediate_size=64,
         vocab_size=target.vocab_size, num_target_layers=target.num_layers, target_layers=tuple(target_layers),
         block_size=block, mask_token_id=mask,

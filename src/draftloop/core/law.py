@@ -18,7 +18,7 @@ from draftloop.core.errors import InputError
 
 @dataclass(frozen=True)
 class Readout:
-    """hidden [n, H] -> logits [n, V] over the target's vocabulary.
+    """Rows [n, W] -> logits [n, V] over the target's vocabulary; W = H, the width of a hidden row, unless `added`.
 
     Attributes:
         weight: [V, H] (or [V_d, H] with `support`), usually the target's own head, frozen.
@@ -27,6 +27,8 @@ class Readout:
         soft_cap: c in c * tanh(logits / c) (Gemma), or None.
         support: int64 [V_d], target ids of a reduced vocabulary's rows; logits elsewhere are -inf.
         vocab_size: V; needed only with `support`.
+        added: [V, R]: W = H + R, and the row's last R numbers times it are added to the logits. So a bias that depends
+            on the token before (DSpark's Markov head) is part of the row, and no law needs to know of it.
     """
 
     weight: Tensor
@@ -35,15 +37,26 @@ class Readout:
     soft_cap: float | None = None
     support: Tensor | None = None
     vocab_size: int | None = None
+    added: Tensor | None = None
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """What of it is trained; empty for a head that is only borrowed."""
+        every = (self.weight, self.bias, self.added)
+        return tuple(one for one in every if one is not None and one.requires_grad)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, H] -> float32 (or float64) [n, V]; contiguous rows, for bf16 matmuls crawl on strided ones."""
+        """[n, W] -> float32 (or float64) [n, V]; contiguous rows, for bf16 matmuls crawl on strided ones."""
+        rest = None if self.added is None else hidden[..., self.weight.shape[1] :]
+        hidden = hidden if rest is None else hidden[..., : self.weight.shape[1]]
         z = F.linear(hidden.contiguous().to(self.weight.dtype), self.weight, self.bias)
         z = z if z.dtype == torch.float64 else z.float()
         if self.scale != 1.0:
             z = z * self.scale
         if self.soft_cap is not None:
             z = self.soft_cap * torch.tanh(z / self.soft_cap)
+        if rest is not None:
+            z = z + F.linear(rest.contiguous().to(self.added.dtype), self.added).to(z.dtype)  # type: ignore[union-attr]
         if self.support is not None:
             assert self.vocab_size is not None
             full = z.new_full((*z.shape[:-1], self.vocab_size), float("-inf"))
@@ -127,7 +140,7 @@ class Law:
     """Distributions of many rows in cheap form.
 
     Attributes:
-        hidden: [n, H] rows after the final norm.
+        hidden: [n, W] rows after the final norm.
         readout: what turns them into logits.
         sampling: how tokens are drawn from them.
     """

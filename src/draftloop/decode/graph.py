@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -124,7 +124,7 @@ class GraphEngine:
     def _capture(self) -> None:
         """Warm up beside the main stream, then record one round. All rows are idle, so nothing comes of it."""
         here = torch.cuda.current_stream(self.target.device)
-        beside = torch.cuda.Stream(self.target.device)
+        beside = _beside(self.target.device)
         beside.wait_stream(here)
         # the outer stream is for a capture that fails, which would leave us on its own
         with torch.cuda.stream(here), self.target.fixed(self.rows.cache, self.kernel, self.compiler):
@@ -268,6 +268,12 @@ class GraphEngine:
                 result.verified = torch.stack(blocks[index]) if blocks[index] else None
                 blocks[index] = []
         return Commit(index, tokens, done)
+
+
+@cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    """The stream that rounds are warmed up on: one for all, since each keeps a workspace of its own for good."""
+    return torch.cuda.Stream(device)
 
 
 def _compiler() -> Callable[[Any], Any]:

@@ -19,7 +19,7 @@ from draftloop.core.law import Readout
 from draftloop.drafter.cache import DraftCache, FixedDraftCache
 from draftloop.drafter.draft import ParallelDrafter
 from draftloop.drafter.masks import attend, block_mask
-from draftloop.drafter.spec import DrafterSpec
+from draftloop.drafter.spec import DFlashSpec, DrafterSpec
 
 
 class RMSNorm(nn.Module):
@@ -126,7 +126,7 @@ class DFlash(ParallelDrafter, nn.Module):
     causal = False
     compiled = ("extend", "begin")
 
-    def __init__(self, spec: DrafterSpec) -> None:
+    def __init__(self, spec: DFlashSpec) -> None:
         super().__init__()
         self.spec = spec
         self.fc = nn.Linear(len(spec.target_layers) * spec.hidden_size, spec.hidden_size, bias=False)
@@ -140,6 +140,16 @@ class DFlash(ParallelDrafter, nn.Module):
         """Borrow the target's embedding (ids [...] -> [..., H]) and readout."""
         self._borrowed = (embed, readout)
         return self
+
+    @torch.no_grad()
+    def settle(self, target: Any) -> None:
+        """Begin a learned mask vector as the mean of the target's embedding rows: of their size, like no token's."""
+        if self.mask_embedding is None:
+            return
+        total = torch.zeros(target.hidden_size, dtype=torch.float64)
+        for ids in torch.arange(target.vocab_size).split(8192):  # a large vocabulary in float64 would take gigabytes
+            total += target.embed(ids.to(target.device)).cpu().double().sum(0)
+        self.mask_embedding.copy_(total / target.vocab_size)
 
     @property
     def readout(self) -> Readout:

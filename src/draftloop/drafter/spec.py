@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -21,18 +21,18 @@ from draftloop.recipe import DrafterPart
 LEARNED = "learned"  # what drafter.mask_token says for a learned mask vector
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DrafterSpec:
-    """Shape of a DFlash drafter.
+    """What the shapes of all families have in common.
 
     Attributes:
+        family: whose shape this is, as `drafter.family` of a recipe spells it.
         block_size: B = anchor slot + K drafted slots.
         target_layers: tapped decoder layers, strictly ascending, 0-based (the output of that layer).
-        mask_token_id: token whose embedding fills the drafted slots; with `learned_mask` a stand-in (`stand_in`), which
-            engines want named and whose embedding is never used.
-        learned_mask: the drafted slots hold a learned vector instead of a token's embedding.
         made_for: free-form facts about the target it was trained for (fingerprints), kept in the checkpoint.
     """
+
+    family: ClassVar[str]
 
     hidden_size: int
     layers: int
@@ -44,8 +44,6 @@ class DrafterSpec:
     num_target_layers: int
     target_layers: tuple[int, ...]
     block_size: int
-    mask_token_id: int
-    learned_mask: bool = False
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
     max_positions: int = 2048
@@ -74,11 +72,35 @@ class DrafterSpec:
             raise InputError(
                 f"head_dim {self.head_dim} is odd, which rotary positions cannot use", fix="Use an even head_dim."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashSpec(DrafterSpec):
+    """Shape of a DFlash drafter.
+
+    Attributes:
+        mask_token_id: token whose embedding fills the drafted slots; with `learned_mask` a stand-in (`stand_in`), which
+            engines want named and whose embedding is never used.
+        learned_mask: the drafted slots hold a learned vector instead of a token's embedding.
+    """
+
+    family = "dflash"
+
+    mask_token_id: int
+    learned_mask: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise InputError(
                 f"mask token {self.mask_token_id} is outside the vocabulary of {self.vocab_size}",
                 fix="Choose an unused special token.",
             )
+
+
+def has_learned_mask(spec: DrafterSpec) -> TypeGuard[DFlashSpec]:
+    """Whether its drafted slots hold a learned vector, which lies beside the weights in a file of its own."""
+    return isinstance(spec, DFlashSpec) and spec.learned_mask
 
 
 def default_target_layers(num_layers: int, taps: int) -> tuple[int, ...]:
@@ -194,19 +216,20 @@ def left_alone(rows: Tensor) -> Tensor:
     return (unit @ unit.T).fill_diagonal_(-1.0).amax(-1) > 0.999
 
 
-def spec_for(part: DrafterPart, target: Any) -> DrafterSpec:
-    """The spec that a recipe's drafter section means for a target (a `Target`, read by its public attributes).
+def shape_for(part: DrafterPart, target: Any, layers: tuple[int, ...]) -> dict[str, Any]:
+    """The fields of `DrafterSpec` that a recipe's drafter section means for a target.
+
+    Args:
+        part: the section.
+        target: a `Target`, read by its public attributes.
+        layers: target layers to read where the section names none.
 
     Raises:
         InputError: the section asks for something that the target does not have.
     """
     config = target.config
     heads = part.heads or config.num_attention_heads
-    layers = (
-        tuple(part.target_layers)
-        if part.target_layers is not None
-        else default_target_layers(target.num_layers, part.taps or part.layers)
-    )
+    layers = tuple(part.target_layers) if part.target_layers is not None else layers
     exist = bool(layers) and all(0 <= i < target.num_layers for i in layers)
     if not exist or any(b <= a for a, b in pairwise(layers)):
         raise InputError(
@@ -221,6 +244,39 @@ def spec_for(part: DrafterPart, target: Any) -> DrafterSpec:
             where="drafter.block_size",
             fix="Use about 4 to 16.",
         )
+    rope = getattr(config, "rope_parameters", None) or {}
+    return {
+        "hidden_size": target.hidden_size,
+        "layers": part.layers,
+        "heads": heads,
+        "kv_heads": part.kv_heads or getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": part.head_dim
+        or getattr(config, "head_dim", None)
+        or target.hidden_size // config.num_attention_heads,
+        "intermediate_size": part.intermediate_size
+        or getattr(config, "intermediate_size", None)
+        or 4 * target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "num_target_layers": target.num_layers,
+        "target_layers": layers,
+        "block_size": part.block_size,
+        "rope_theta": float(rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0),
+        "norm_eps": float(getattr(config, "rms_norm_eps", None) or 1e-6),
+        "max_positions": positions,
+        "made_for": {"target": target.name, "target_fingerprint": target.fingerprint},
+    }
+
+
+def dflash_spec(part: DrafterPart, target: Any) -> DFlashSpec:
+    """The shape of a DFlash drafter for a target; as `shape_for`."""
+    layers = (
+        () if part.target_layers is not None else default_target_layers(target.num_layers, part.taps or part.layers)
+    )
+    return DFlashSpec(**shape_for(part, target, layers), **mask_for(part, target))
+
+
+def mask_for(part: DrafterPart, target: Any) -> dict[str, Any]:
+    """The fields of `DFlashSpec` that say what drafted slots hold; as `choose_mask_token`."""
     mask = choose_mask_token(
         target.tokenizer,
         part.mask_token,
@@ -228,27 +284,8 @@ def spec_for(part: DrafterPart, target: Any) -> DrafterSpec:
         set(target.eos_ids),
         lambda ids: target.embed(ids.to(target.device)),
     )
-    rope = getattr(config, "rope_parameters", None) or {}
-    return DrafterSpec(
-        hidden_size=target.hidden_size,
-        layers=part.layers,
-        heads=heads,
-        kv_heads=part.kv_heads or getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=part.head_dim or getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads,
-        intermediate_size=part.intermediate_size
-        or getattr(config, "intermediate_size", None)
-        or 4 * target.hidden_size,
-        vocab_size=target.vocab_size,
-        num_target_layers=target.num_layers,
-        target_layers=layers,
-        block_size=part.block_size,
-        mask_token_id=stand_in(target.tokenizer, target.eos_ids, target.vocab_size) if mask is None else mask,
-        learned_mask=mask is None,
-        rope_theta=float(rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0),
-        norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
-        max_positions=positions,
-        made_for={"target": target.name, "target_fingerprint": target.fingerprint},
-    )
+    unused = stand_in(target.tokenizer, target.eos_ids, target.vocab_size) if mask is None else mask
+    return {"mask_token_id": unused, "learned_mask": mask is None}
 
 
 def check_fits(spec: DrafterSpec, target: Any, where: str) -> None:

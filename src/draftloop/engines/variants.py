@@ -19,7 +19,7 @@ from draftloop.core.law import Readout
 from draftloop.core.weights import read_tensors
 from draftloop.drafter.build import for_decoding
 from draftloop.drafter.dflash import DFlash
-from draftloop.drafter.spec import DrafterSpec, check_fits, choose_mask_token
+from draftloop.drafter.spec import DFlashSpec, check_fits, choose_mask_token
 from draftloop.formats import zlab_config
 from draftloop.formats.load import load_drafter
 
@@ -124,7 +124,7 @@ def variants(read: Read, target: Any) -> Iterator[Variant]:
         read: the checkpoint.
         target: a `Target`.
     """
-    spec: DrafterSpec = read.drafter.spec
+    spec: DFlashSpec = read.drafter.spec
     for by in (-1, 1):
         layers = tuple(layer + by for layer in spec.target_layers)
         if layers[0] >= 0 and layers[-1] < target.num_layers:
@@ -171,7 +171,7 @@ def variants(read: Read, target: Any) -> Iterator[Variant]:
         )
 
 
-def _masks(spec: DrafterSpec, target: Any) -> list[int]:
+def _masks(spec: DFlashSpec, target: Any) -> list[int]:
     """Tokens that may have been meant: those that we would choose, usual suspects, neighbours."""
     tokenizer = target.tokenizer
     meant: list[int | None] = [spec.mask_token_id - 1, spec.mask_token_id + 1, 0]

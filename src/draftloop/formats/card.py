@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from draftloop.core.version import VERSION
-from draftloop.drafter.spec import DrafterSpec
+from draftloop.drafter.families import FAMILIES
+from draftloop.drafter.spec import DFlashSpec, DrafterSpec
 from draftloop.formats.history import History
 from draftloop.formats.serving import TITLES, Engine, Form
 
@@ -44,25 +45,20 @@ def model_card(
         history: how it was trained; None where that is not known.
     """
     taps = ", ".join(str(layer) for layer in spec.target_layers)
-    mask = (
-        f"a learned vector (mask_embedding.pt; token {spec.mask_token_id} stands in for it)"
-        if spec.learned_mask
-        else f"token {spec.mask_token_id}"
-    )
     lines = [
         *_front_matter(target),
         f"# {name}",
         "",
-        f"A DFlash drafter for `{target}`: a small model that drafts {spec.drafted} tokens at a time for speculative"
-        " decoding. The target verifies every one of them, so what is answered is the target's answer. It is of no use"
-        " without that target, and of little with another.",
+        f"A {FAMILIES[spec.family].title} drafter for `{target}`: a small model that drafts {spec.drafted} tokens at a"
+        " time for speculative decoding. The target verifies every one of them, so what is answered is the target's"
+        " answer. It is of no use without that target, and of little with another.",
         "",
         "| | |",
         "|---|---|",
         f"| Target | `{target}` ({spec.num_target_layers} layers, vocabulary {spec.vocab_size}) |",
         f"| Block | {spec.block_size} slots: the last token and {spec.drafted} drafted ones |",
         f"| Target layers read | {taps} (0-based, the output of each) |",
-        f"| Drafted slots hold | {mask} |",
+        *_mask(spec),
         f"| Layers | {spec.layers} |",
         f"| Parameters | {parameters:,} ({dtype}), without embedding and readout: the target's are used |",
         f"| Form | {_FORMS[form]} |",
@@ -116,3 +112,10 @@ def _training(history: History | None) -> list[str]:
         lines += [f"| {name} | {tau:.2f} | {a:.2f} to {b:.2f} |" for name, (tau, a, b) in history.sets.items()]
         lines += [""]
     return lines
+
+
+def _mask(spec: DrafterSpec) -> list[str]:
+    if not isinstance(spec, DFlashSpec):
+        return []
+    learned = f"a learned vector (mask_embedding.pt; token {spec.mask_token_id} stands in for it)"
+    return [f"| Drafted slots hold | {learned if spec.learned_mask else f'token {spec.mask_token_id}'} |"]

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -20,8 +20,6 @@ from draftloop.core.errors import EnvironmentFault, InputError
 from draftloop.core.files import exchange, sha256_file, write_json, write_text, writing_fault
 from draftloop.core.version import VERSION
 from draftloop.core.weights import write_tensors
-from draftloop.drafter.dflash import DFlash
-from draftloop.formats import speculators, zlab_config
 from draftloop.formats.card import model_card
 from draftloop.formats.history import History
 from draftloop.formats.mask_vector import ENGINE_MASK, write_engine_mask
@@ -34,7 +32,7 @@ from draftloop.formats.serving import (
     check_served,
     serve_command,
 )
-from draftloop.formats.tensors import tensors_of
+from draftloop.formats.writers import Facts, writer_of
 from draftloop.formats.zlab import CONFIG, WEIGHTS
 
 Wanted = Literal["vllm", "sglang", "both"]
@@ -64,11 +62,11 @@ class Export:
 
 
 def export(
-    drafter: DFlash,
+    drafter: Any,
     folder: Path,
     *,
     engine: Wanted = "both",
-    form: Form = "zlab",
+    form: Form | None = None,
     target_name: str | None = None,
     target_architectures: Sequence[str] = (),
     history: History | None = None,
@@ -84,7 +82,8 @@ def export(
         drafter: bound or not, on any device.
         folder: where to; parents are made.
         engine: who is to serve it.
-        form: `zlab`, which both engines read, or `speculators`, which only vLLM does.
+        form: of those that the family has (`WRITERS`); `zlab` is read by both engines, `speculators` by vLLM alone.
+            Default: the family's first.
         target_name: folder or hub id under which engines find the target; default: what the drafter was made for.
         target_architectures: of the target's config.json, for the speculators form.
         history: how it was trained, for the card.
@@ -99,6 +98,7 @@ def export(
         EnvironmentFault: the disk is full or the folder cannot be written.
     """
     spec = drafter.spec
+    writer, form = writer_of(spec, form)
     engines: tuple[Engine, ...] = ENGINES if engine == "both" else (engine,)
     for each in engines:
         check_served(each, form, spec)
@@ -114,7 +114,7 @@ def export(
         probabilistic = objective in OVERLAP_OBJECTIVES
     place = Path(folder).expanduser().resolve()
     _check_place(place)
-    tensors, vector = tensors_of(drafter, dtype, place)
+    tensors, vector = writer.tensors(drafter, dtype, place)
     commands = {each: serve_command(each, target, place, spec, probabilistic) for each in engines}
     notes = tuple(note for each in engines for note in caveats(each, spec, probabilistic))
     kind = str(dtype).removeprefix("torch.")
@@ -130,19 +130,8 @@ def export(
             write_engine_mask(stage / ENGINE_MASK, vector, spec.mask_token_id)
             mask = sha256_file(stage / ENGINE_MASK)
         weights = sha256_file(stage / WEIGHTS)
-        if form == "zlab":
-            config = zlab_config.config_of(spec, dtype, weights=weights, mask=mask, extra=extra)
-        else:
-            config = speculators.config_of(
-                spec,
-                kind,
-                target=target,
-                target_architectures=target_architectures,
-                weights=weights,
-                mask=mask,
-                extra=extra,
-            )
-        write_json(stage / CONFIG, config)
+        facts = Facts(dtype, weights, mask, extra, target, target_architectures)
+        write_json(stage / CONFIG, writer.configs[form](spec, facts))
         card = model_card(
             spec,
             name=place.name,

@@ -21,8 +21,8 @@ from torch import Tensor
 from draftloop.core.errors import InputError
 from draftloop.core.files import sha256_file
 from draftloop.core.weights import check_folder
-from draftloop.drafter.dflash import DFlash
-from draftloop.drafter.spec import DrafterSpec, check_fits
+from draftloop.drafter.families import FAMILIES
+from draftloop.drafter.spec import DFlashSpec, DrafterSpec, check_fits
 from draftloop.formats import speculators, zlab_config
 from draftloop.formats.bundled_drafter import named_folder
 from draftloop.formats.mask_vector import ENGINE_MASK, MASK, read_mask
@@ -39,19 +39,17 @@ class Reader:
         claims: whether a config.json says that it is in this form.
         spec_of: (config.json, its path, num_target_layers=...) -> the spec, or an InputError.
         tensors: (weight files, spec, folder, target) -> the drafter's tensors by name, checked.
-        build: spec -> an empty drafter.
     """
 
     form: str
     claims: Callable[[dict[str, Any]], bool]
     spec_of: Callable[..., DrafterSpec]
-    tensors: Callable[[list[Path], DrafterSpec, Path, Any], dict[str, Tensor]]
-    build: Callable[[DrafterSpec], DFlash]
+    tensors: Callable[[list[Path], Any, Path, Any], dict[str, Tensor]]
 
 
 READERS = (
-    Reader("speculators", speculators.claims, speculators.spec_of, read_published, DFlash),
-    Reader("zlab", zlab_config.claims, zlab_config.spec_of, read_published, DFlash),
+    Reader("speculators", speculators.claims, speculators.spec_of, read_published),
+    Reader("zlab", zlab_config.claims, zlab_config.spec_of, read_published),
 )
 
 _RUN = "run.json"  # only a run directory has one
@@ -69,7 +67,7 @@ _OTHERS = (
 )
 
 
-def load_drafter(path: str | os.PathLike[str], target: Any = None, *, dtype: torch.dtype | None = None) -> DFlash:
+def load_drafter(path: str | os.PathLike[str], target: Any = None, *, dtype: torch.dtype | None = None) -> Any:
     """Read a drafter from a checkpoint folder, ours or a published one, in z-lab's form or in speculators'.
 
     Names may carry a `model.` prefix, and the weights may be split over several files. A copy of the target's embedding
@@ -110,16 +108,16 @@ def load_drafter(path: str | os.PathLike[str], target: Any = None, *, dtype: tor
     spec = reader.spec_of(config, folder / CONFIG, num_target_layers=None if target is None else target.num_layers)
     if target is not None:
         check_fits(spec, target, str(folder))
-    vector = read_mask(spec, folder)
+    vector = read_mask(spec, folder) if isinstance(spec, DFlashSpec) else None
     files = [file for file in sorted(folder.glob("*.safetensors")) if file.name != MASK]
     tensors = reader.tensors(files, spec, folder, target)
     if vector is not None:
         tensors[VECTOR] = vector
-        spec = replace(spec, learned_mask=True)  # a published checkpoint says so by its file alone
+        spec = replace(spec, learned_mask=True)  # type: ignore[call-arg]  # a published checkpoint says so by its file alone
     _check_pair(config, folder)
     kind = dtype or reduce(torch.promote_types, [tensor.dtype for tensor in tensors.values()])
     with torch.device("meta"):  # shapes only: nothing is initialised to be thrown away
-        drafter = reader.build(spec)
+        drafter = FAMILIES[spec.family].build(spec)
     # copied off the file, which is mapped: were it cut short later, touching a weight would kill the process
     drafter.load_state_dict({name: tensor.to(kind, copy=True) for name, tensor in tensors.items()}, assign=True)
     if target is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from draftloop.core.errors import InputError
 from draftloop.core.files import atomic_path
 from draftloop.core.weights import read_tensors
-from draftloop.drafter.spec import DrafterSpec
+from draftloop.drafter.spec import DFlashSpec
 from draftloop.formats.tensors import AGAIN, COMPLETE, VECTOR, check_kind, header
 
 MASK = "mask_embedding.safetensors"
@@ -38,7 +38,7 @@ def write_engine_mask(path: Path, vector: Tensor, mask_token_id: int) -> None:
         torch.save(state, handle)
 
 
-def read_mask(spec: DrafterSpec, folder: Path) -> Tensor | None:
+def read_mask(spec: DFlashSpec, folder: Path) -> Tensor | None:
     """Read the learned mask vector of a checkpoint folder, from whichever of the two files is there.
 
     Args:
@@ -82,7 +82,7 @@ def read_mask(spec: DrafterSpec, folder: Path) -> Tensor | None:
     return read_tensors(ours)[VECTOR]
 
 
-def _read_engine_mask(file: Path, spec: DrafterSpec) -> Tensor:
+def _read_engine_mask(file: Path, spec: DFlashSpec) -> Tensor:
     """Read `mask_embedding.pt`, as tensors and numbers only: what else a pickle may do is refused by torch."""
 
     def refuse(what: str, fix: str = "Use the file that was published with the weights.") -> InputError:
@@ -111,7 +111,7 @@ def _read_engine_mask(file: Path, spec: DrafterSpec) -> Tensor:
     return vector
 
 
-def _check_shape(shape: tuple[int, ...], spec: DrafterSpec, file: Path) -> None:
+def _check_shape(shape: tuple[int, ...], spec: DFlashSpec, file: Path) -> None:
     if shape != (spec.hidden_size,):
         raise InputError(
             f"the learned mask vector has shape {list(shape)}, config.json promises [{spec.hidden_size}]",

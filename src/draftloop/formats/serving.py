@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Literal
 
 from draftloop.core.errors import InputError
-from draftloop.drafter.spec import DrafterSpec
+from draftloop.drafter.spec import DrafterSpec, has_learned_mask
+from draftloop.formats.writers import writer_of
 
 Engine = Literal["vllm", "sglang"]
-Form = Literal["zlab", "speculators"]
+Form = str  # of those that a family has: `writers.WRITERS`
 ENGINES: tuple[Engine, ...] = ("vllm", "sglang")
 TITLES: dict[Engine, str] = {"vllm": "vLLM", "sglang": "SGLang"}
 OVERLAP_OBJECTIVES = frozenset({"overlap", "tv", "nla", "e2e_tv"})  # they train for drafts that are drawn from q
@@ -54,7 +55,7 @@ def serve_command(
         drafting = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(folder)]
         return plain_command(engine, target, [*drafting, *extra])
     config: dict[str, str | int] = {
-        "method": "dflash",  # always said, for it is otherwise guessed from the path's name
+        "method": writer_of(spec)[0].method,  # always said, for it is otherwise guessed from the path's name
         "model": str(folder),
         "num_speculative_tokens": spec.drafted,
     }
@@ -76,7 +77,7 @@ def check_served(engine: Engine, form: Form, spec: DrafterSpec) -> None:
         raise InputError(
             "SGLang does not read the speculators form", where="--form", fix=f"{fix}, or in z-lab's form (--form zlab)."
         )
-    if spec.learned_mask:
+    if has_learned_mask(spec):
         raise InputError(
             f"the drafter has a learned mask vector, which SGLang writes over the target's own embedding of token"
             f" {spec.mask_token_id}: the target's answers would change",
@@ -92,7 +93,7 @@ def caveats(engine: Engine, spec: DrafterSpec, probabilistic: bool) -> list[str]
         said.append(
             "SGLang drafts the argmax at every temperature, so what training for overlap gained is paid only by vLLM."
         )
-    if engine == "vllm" and spec.learned_mask:
+    if engine == "vllm" and has_learned_mask(spec):
         said.append(
             "Do not serve this folder with SGLang: it would write the mask vector over the target's embedding of token"
             f" {spec.mask_token_id}."

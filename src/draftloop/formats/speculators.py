@@ -1,6 +1,6 @@
 """config.json of a DFlash checkpoint in speculators' form, for vLLM and the speculators package; SGLang reads no such.
 
-Knows JSON and `DrafterSpec`; no weights, no target. The tensors are those of z-lab's form, and so is the meaning of
+Knows JSON and `DFlashSpec`; no weights, no target. The tensors are those of z-lab's form, and so is the meaning of
 every key but one: `aux_hidden_state_layer_ids` counts the outputs of the target's layers from 1, because entry 0 of its
 hidden states is the embedding. Reading therefore means translating into z-lab's form, and its checks apply.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from draftloop.core.errors import InputError
-from draftloop.drafter.spec import DrafterSpec
+from draftloop.drafter.spec import DFlashSpec
 from draftloop.formats import zlab_config
 
 ARCHITECTURE = "DFlashSpeculator"
@@ -40,7 +40,7 @@ _ROPE_THETA = 10000.0
 
 
 def config_of(
-    spec: DrafterSpec,
+    spec: DFlashSpec,
     dtype: str,
     *,
     target: str,
@@ -89,7 +89,7 @@ def claims(config: dict[str, Any]) -> bool:
     return "speculators_model_type" in config or "speculators_config" in config
 
 
-def spec_of(config: dict[str, Any], where: Path, *, num_target_layers: int | None = None) -> DrafterSpec:
+def spec_of(config: dict[str, Any], where: Path, *, num_target_layers: int | None = None) -> DFlashSpec:
     """Read the spec that a config.json describes.
 
     `sliding_window_non_causal` speaks of sliding layers, which are refused; on full ones either value is read.

@@ -15,7 +15,7 @@ from torch import Tensor
 from draftloop.core.errors import InputError
 from draftloop.core.weights import read_tensors
 from draftloop.drafter.dflash import DFlash
-from draftloop.drafter.spec import DrafterSpec
+from draftloop.drafter.spec import DFlashSpec
 
 AGAIN = "Save or copy the whole folder again."
 COMPLETE = "Use a complete checkpoint, or mend config.json if it belongs to another one."
@@ -37,7 +37,7 @@ class Stored(NamedTuple):
     kind: str
 
 
-def published_shapes(spec: DrafterSpec) -> dict[str, tuple[int, ...]]:
+def published_shapes(spec: DFlashSpec) -> dict[str, tuple[int, ...]]:
     """Every tensor of a published DFlash checkpoint and its shape; matrices are [out, in].
 
     Embedding and readout are the target's and are not stored: engines share them, and a stray copy ruins acceptance.
@@ -89,7 +89,7 @@ def tensors_of(drafter: DFlash, dtype: torch.dtype, where: Path) -> tuple[dict[s
     return tensors, vector
 
 
-def read_published(files: list[Path], spec: DrafterSpec, folder: Path, target: Any = None) -> dict[str, Tensor]:
+def read_published(files: list[Path], spec: DFlashSpec, folder: Path, target: Any = None) -> dict[str, Tensor]:
     """Read the published tensors out of weight files, checked to be exactly those that the spec means.
 
     Names may carry a `model.` prefix. A copy of the target's embedding or readout is accepted only beside a target,
@@ -133,7 +133,7 @@ def header(file: Path) -> dict[str, Stored]:
     return {_bare(name): entry for name, entry in entries.items()}
 
 
-def check_published(stored: dict[str, Stored], spec: DrafterSpec, folder: Path) -> None:
+def check_published(stored: dict[str, Stored], spec: DFlashSpec, folder: Path) -> None:
     """Demand exactly the published names, with the shapes that config.json promises, in a floating-point type."""
 
     def refuse(what: str, fix: str = COMPLETE) -> None:

@@ -20,10 +20,10 @@ from safetensors import SafetensorError
 from draftloop.core.errors import EnvironmentFault, InputError
 from draftloop.core.files import sha256_file, write_json, writing_fault
 from draftloop.core.weights import write_tensors
-from draftloop.drafter.dflash import DFlash
 from draftloop.formats.mask_vector import ENGINE_MASK, MASK
-from draftloop.formats.tensors import VECTOR, tensors_of
-from draftloop.formats.zlab_config import claims, config_of, read_config
+from draftloop.formats.tensors import VECTOR
+from draftloop.formats.writers import Facts, writer_of
+from draftloop.formats.zlab_config import read_config
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -31,7 +31,7 @@ _WEIGHTS_OF_OTHERS = ("*.safetensors", "pytorch_model*.bin", ENGINE_MASK)  # eng
 
 
 def save_drafter(
-    drafter: DFlash, folder: Path, *, dtype: torch.dtype = torch.bfloat16, extra: dict[str, Any] | None = None
+    drafter: Any, folder: Path, *, dtype: torch.dtype = torch.bfloat16, extra: dict[str, Any] | None = None
 ) -> Path:
     """Write a drafter as a checkpoint folder; the same drafter gives the same bytes.
 
@@ -55,7 +55,8 @@ def save_drafter(
         InputError: the weights hold NaN or infinity (in `dtype`), or the folder holds another model.
         EnvironmentFault: the disk is full or the folder cannot be written.
     """
-    tensors, vector = tensors_of(drafter, dtype, Path(folder))
+    writer, form = writer_of(drafter.spec)
+    tensors, vector = writer.tensors(drafter, dtype, Path(folder))
     place = Path(folder).expanduser().resolve()
     stage: Path | None = None
     try:
@@ -69,7 +70,7 @@ def save_drafter(
         if vector is not None:
             write_tensors(stage / MASK, {VECTOR: vector})
             mask = sha256_file(stage / MASK)
-        write_json(stage / CONFIG, config_of(drafter.spec, dtype, weights=weights, mask=mask, extra=extra))
+        write_json(stage / CONFIG, writer.configs[form](drafter.spec, Facts(dtype, weights, mask, extra)))
         if fresh:
             umask = os.umask(0)
             os.umask(umask)
@@ -122,6 +123,6 @@ def _check_place(place: Path) -> None:
 
 def _is_drafter(path: Path) -> bool:
     try:
-        return claims(read_config(path))
+        return "draftloop" in read_config(path)
     except InputError:
         return False

@@ -1,6 +1,6 @@
 """config.json of a DFlash checkpoint in z-lab's form: written from a spec, and read back into one with suspicion.
 
-Knows JSON and `DrafterSpec`; no weights, no target. One file serves z-lab's own class, vLLM and SGLang. What they look
+Knows JSON and `DFlashSpec`; no weights, no target. One file serves z-lab's own class, vLLM and SGLang. What they look
 for in different places is written in each: the block size at top level and in `dflash_config`, the rotary base as
 `rope_theta` and in `rope_parameters`. Either place is read, and two that disagree are refused. A key that would change
 what the drafter computes, in a way that ours does not, is refused too: read as plain DFlash it would draft nonsense
@@ -19,7 +19,7 @@ import torch
 
 from draftloop.core.errors import InputError
 from draftloop.core.version import VERSION
-from draftloop.drafter.spec import DrafterSpec
+from draftloop.drafter.spec import DFlashSpec
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlashQwen3ForCausalLM")  # the published name, and vLLM's for the same
 SCHEMA = 1  # of the `draftloop` key
@@ -60,7 +60,7 @@ _INERT_ROPE = {"rope_type": "default", "type": "default", "partial_rotary_factor
 
 
 def config_of(
-    spec: DrafterSpec, dtype: torch.dtype, *, weights: str, mask: str | None, extra: dict[str, Any] | None
+    spec: DFlashSpec, dtype: torch.dtype, *, weights: str, mask: str | None, extra: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Describe a drafter as the object of its config.json.
 
@@ -88,7 +88,7 @@ def config_of(
     }
 
 
-def layer_keys(spec: DrafterSpec) -> dict[str, Any]:
+def layer_keys(spec: DFlashSpec) -> dict[str, Any]:
     """The keys of a Qwen3 configuration that describe the drafter's layers, the same in every form."""
     return {
         "model_type": "qwen3",
@@ -119,7 +119,7 @@ def layer_keys(spec: DrafterSpec) -> dict[str, Any]:
     }
 
 
-def own_keys(spec: DrafterSpec, *, weights: str, mask: str | None, extra: dict[str, Any] | None) -> dict[str, Any]:
+def own_keys(spec: DFlashSpec, *, weights: str, mask: str | None, extra: dict[str, Any] | None) -> dict[str, Any]:
     """What only we read, for the key `draftloop`; arguments as `config_of`."""
     ours = {
         "schema": SCHEMA,
@@ -156,7 +156,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def spec_of(config: dict[str, Any], where: Path, *, num_target_layers: int | None = None) -> DrafterSpec:
+def spec_of(config: dict[str, Any], where: Path, *, num_target_layers: int | None = None) -> DFlashSpec:
     """Read the spec that a config.json describes.
 
     Args:
@@ -207,7 +207,7 @@ def spec_of(config: dict[str, Any], where: Path, *, num_target_layers: int | Non
             _TRAINED_WITH,
         )
     try:
-        return DrafterSpec(
+        return DFlashSpec(
             hidden_size=hidden,
             layers=layers,
             heads=_count(config.get("num_attention_heads"), "num_attention_heads", where),

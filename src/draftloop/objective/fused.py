@@ -28,7 +28,7 @@ from draftloop.objective.question import Question, places
 
 Kernel = Literal["auto", "eager", "triton"]
 
-_FASTER_UP_TO = 0  # hidden numbers a row, up to which `auto` takes the kernels; why none yet: docs/decisions.md
+_FASTER_UP_TO = 576  # hidden size; measured on an H200 (results/raw/fused-h200.jsonl)
 _SLAB = 1 << 25  # derivatives in the logits that are held at a time
 
 
@@ -86,6 +86,10 @@ def _refusal(heads: Sequence[Readout], device: torch.device) -> str | None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return "the kernels need a GPU of compute capability 8.0 or newer"
     for head in heads:
+        if head.parameters:
+            return "the drafter's readout is trained itself"
+        if head.added is not None:
+            return "the drafter's readout adds to the logits what depends on the token before"
         if head.weight.element_size() not in _TILES:
             return f"a readout in {str(head.weight.dtype).removeprefix('torch.')} has no kernel"
         parts = [part for part in (head.weight, head.bias, head.support) if part is not None]

@@ -23,7 +23,7 @@ class Question:
 
     Attributes:
         kind: which value.
-        readout: of the drafter's rows, frozen.
+        readout: of the drafter's rows.
         teacher: [n, H_t] the target's hidden rows; None for `ce`.
         teacher_readout: of the target's rows, over the whole vocabulary.
         labels: int64 [n]. For `ce` rows of `readout`; beside an overlap target ids.
@@ -62,8 +62,8 @@ def ask(
     """A checked question about `student` [n, H]; labels of `ce` become rows of a reduced vocabulary.
 
     Raises:
-        DraftloopError: our own misuse (a missing input, rows that do not match, a trainable readout, a label outside
-            the support, temperature 0 with another kind than `overlap` and `ce`).
+        DraftloopError: our own misuse (a missing input, rows that do not match, a label outside the support,
+            temperature 0 with another kind than `overlap` and `ce`).
     """
     teacher_readout = teacher_readout or readout
     if temperature == 0 and kind not in ("ce", "overlap"):
@@ -77,13 +77,6 @@ def ask(
         )
     if kind != "ce" and teacher_readout.support is not None:
         raise DraftloopError("the target's law must cover the whole vocabulary", where="row_values")
-    # A trainable readout plugs in here: the values would return d value / d weight too, summed over the chunks, and
-    # need the upstream gradient for it, hence the logits a second time in backward.
-    weights = [readout.weight] if readout.bias is None else [readout.weight, readout.bias]
-    if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
-        raise DraftloopError(
-            "a trainable readout would get no gradient", where="row_values", fix="Freeze it (requires_grad_(False))."
-        )
     if kind == "ce" and labels is not None and readout.support is not None:
         labels = _labels_in_support(labels, readout)
     return Question(kind, readout, teacher, teacher_readout, labels, temperature)

@@ -6,7 +6,8 @@ Knows laws (hidden rows + readout) and a vocabulary; does NOT know blocks, posit
 A row yields a single scalar, so its derivative with respect to its hidden row is a single vector of H numbers. Forward
 computes both while the chunk's logits exist and keeps only the vector; backward is one multiplication. Nothing as wide
 as the vocabulary outlives its chunk, and no logits are computed twice. What else is asked of the same laws (how likely
-they find a given token) is read off in the same pass.
+they find a given token) is read off in the same pass. A readout that is trained itself has a derivative as large as
+itself for every row: only the sum over rows is kept, for which backward computes each chunk's logits a second time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from draftloop.core.law import Readout, Sampling
 from draftloop.objective.fused import Kernel, fused, why_eager
@@ -91,8 +93,8 @@ def row_values(
 
     Args:
         kind: which value.
-        student: [n, H] the drafter's hidden rows after its final norm, any float dtype; the gradient has its dtype.
-        readout: turns `student` into logits; frozen.
+        student: [n, W] the drafter's rows after its final norm, any float dtype; the gradient has its dtype.
+        readout: turns `student` into logits; what of it is trained gets its gradient too.
         teacher: [n, H_t] the target's hidden rows after its final norm; no gradient flows to it. Not for `ce`.
         teacher_readout: turns `teacher` into logits over the whole vocabulary; default: `readout`, the shared head.
         labels: int64 [n], for `ce` alone.
@@ -146,10 +148,25 @@ def _answer(question: Question, student: Tensor, chunk: int, kernel: Kernel) -> 
     if why_eager(kernel, question.heads, student.device) is None:
         compute: _Compute = partial(fused, question)
     else:
-        compute = partial(_by_chunks, question, min(chunk, _CPU_ROWS) if student.device.type == "cpu" else chunk)
+        compute = partial(_by_chunks, question, _rows_at_once(chunk, student))
     with torch.autocast(student.device.type, enabled=False):  # the readout's own dtype is the law's
+        if torch.is_grad_enabled() and question.readout.parameters:
+            return _by_checkpoints(question, _rows_at_once(chunk, student), student)
         result: Tensor = _RowValues.apply(student, compute) if wanted else compute(student, False)[0]
     return result
+
+
+def _rows_at_once(chunk: int, student: Tensor) -> int:
+    return min(chunk, _CPU_ROWS) if student.device.type == "cpu" else chunk
+
+
+def _by_checkpoints(question: Question, chunk: int, student: Tensor) -> Tensor:
+    """Values [n], differentiable in rows and readout; no chunk's logits are kept between forward and backward."""
+    values = _Chunk(question)
+    parts = [slice(start, start + chunk) for start in range(0, max(student.shape[0], 1), chunk)]
+    return torch.cat(
+        [checkpoint(values, student[part], part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    )
 
 
 def _by_chunks(question: Question, chunk: int, student: Tensor, differentiate: bool) -> tuple[Tensor, Tensor | None]:

@@ -19,6 +19,7 @@ from draftloop.core.files import write_text
 from draftloop.core.law import Sampling
 from draftloop.decode.trace import Options, Request
 from draftloop.drafter.build import for_decoding
+from draftloop.drafter.spec import DFlashSpec, has_learned_mask
 from draftloop.evaluate.audit import Audit, audit
 from draftloop.evaluate.speed import compare
 from draftloop.evaluate.summary import acceptance_fields, write_summary
@@ -207,12 +208,14 @@ def _split(splits: list[list[int]]) -> dict[str, Any]:
 def _drafter(material: Material) -> dict[str, Any]:
     spec, tokenizer = material.drafter.spec, material.target.tokenizer
     weights = (material.folder / "drafter").glob("*.safetensors")  # a learned mask vector has a file of its own
-    mask: dict[str, Any] = {"mask_token_id": None, "mask_token": "a learned vector"}
-    if not spec.learned_mask:
+    mask: dict[str, Any] = {"mask_token_id": None, "mask_token": None}
+    if has_learned_mask(spec):
+        mask["mask_token"] = "a learned vector"
+    elif isinstance(spec, DFlashSpec):
         text = tokenizer.convert_ids_to_tokens(spec.mask_token_id) if tokenizer is not None else None
         mask = {"mask_token_id": spec.mask_token_id, "mask_token": text}
     return {
-        "family": material.recipe.drafter.family,
+        "family": spec.family,
         "parameters": sum(p.numel() for p in material.drafter.parameters()),
         "bytes": sum(file.stat().st_size for file in weights),
         "block_size": spec.block_size,

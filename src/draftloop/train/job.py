@@ -19,6 +19,7 @@ from draftloop.core.files import write_json
 from draftloop.core.ranks import together
 from draftloop.core.weights import read_tensors, write_tensors
 from draftloop.drafter.build import for_decoding
+from draftloop.drafter.spec import has_learned_mask
 from draftloop.evaluate.report import write_report
 from draftloop.formats.mask_vector import MASK
 from draftloop.formats.zlab import save_drafter
@@ -123,7 +124,7 @@ def _deliver(material: Material, outcomes: list[StageOutcome], began: float, say
     part = next(stage for stage in material.recipe.stages if stage.name == delivered.name)
     extra = {"stage": part.name, "objective": part.objective.kind}
     save_drafter(served, folder / "drafter", dtype=material.target.dtype, extra=extra)
-    if served.spec.learned_mask:
+    if has_learned_mask(served.spec):
         say(
             f"The drafter's learned mask vector is in drafter/{MASK}; vLLM and SGLang read one only from"
             " mask_embedding.pt, which `draftloop export` writes."
@@ -147,7 +148,7 @@ def _size_up(material: Material) -> str:
         f" {count / 1e6:.1f} M parameters, {spec.layers} layers, taps {list(spec.target_layers)},"
         f" block {spec.block_size}."
     ]
-    if spec.learned_mask:
+    if has_learned_mask(spec):
         part = material.recipe.drafter
         chosen = part.init is None and part.mask_token is None
         why = "The target's vocabulary has no unused token, so the" if chosen else "The"

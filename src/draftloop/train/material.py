@@ -29,7 +29,7 @@ from draftloop.core.version import VERSION
 from draftloop.data.overlap import Overlap, ngram_overlap
 from draftloop.data.prompts import Prompt, read_prompts, split
 from draftloop.drafter.build import new_drafter
-from draftloop.drafter.spec import spec_for
+from draftloop.drafter.families import spec_for
 from draftloop.formats.load import load_drafter
 from draftloop.objective.fused import why_eager
 from draftloop.recipe import Recipe, TargetPart

@@ -1,0 +1,97 @@
+"""How each family's checkpoints are written: which tensors, and config.json in each form. `load.READERS` reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftloop.core.errors import InputError
+from draftloop.drafter.spec import DrafterSpec
+from draftloop.formats import speculators, zlab_config
+from draftloop.formats.tensors import tensors_of
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a config.json says besides the shape.
+
+    Attributes:
+        dtype: of the stored weights.
+        weights: SHA-256 of the weight file, which ties the two files together.
+        mask: likewise of the learned mask vector's file; None without one.
+        extra: the caller's own facts, kept under `draftloop.extra`.
+        target: folder or hub id of the target, for forms that name it.
+        target_architectures: of the target's own config.json; may be empty.
+    """
+
+    dtype: torch.dtype
+    weights: str
+    mask: str | None = None
+    extra: dict[str, Any] | None = None
+    target: str = ""
+    target_architectures: Sequence[str] = ()
+
+    @property
+    def kind(self) -> str:
+        """The type's name, `bfloat16`."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Writer:
+    """How a family is written.
+
+    Attributes:
+        tensors: (drafter, dtype, folder for errors) -> published tensors by name, and the learned mask vector or None.
+        configs: (spec, facts) -> config.json, for each form; the first is what `save_drafter` writes.
+        method: what vLLM calls the family (`speculative_config.method`).
+    """
+
+    tensors: Callable[[Any, torch.dtype, Path], tuple[dict[str, Tensor], Tensor | None]]
+    configs: dict[str, Callable[[Any, Facts], dict[str, Any]]]
+    method: str
+
+
+def _zlab(spec: Any, facts: Facts) -> dict[str, Any]:
+    return zlab_config.config_of(spec, facts.dtype, weights=facts.weights, mask=facts.mask, extra=facts.extra)
+
+
+def _speculators(spec: Any, facts: Facts) -> dict[str, Any]:
+    return speculators.config_of(
+        spec,
+        facts.kind,
+        target=facts.target,
+        target_architectures=facts.target_architectures,
+        weights=facts.weights,
+        mask=facts.mask,
+        extra=facts.extra,
+    )
+
+
+WRITERS: dict[str, Writer] = {
+    "dflash": Writer(tensors_of, {"zlab": _zlab, "speculators": _speculators}, "dflash"),
+}
+
+
+def writer_of(spec: DrafterSpec, form: str | None = None) -> tuple[Writer, str]:
+    """Who writes this family, and the form: its first one where none is named.
+
+    Raises:
+        InputError: the family cannot be written, or has no such form.
+    """
+    writer = WRITERS.get(spec.family)
+    if writer is None:
+        raise InputError(
+            f"a drafter of family {spec.family} has no checkpoint form", fix=f"Use one of {', '.join(WRITERS)}."
+        )
+    form = form or next(iter(writer.configs))
+    if form not in writer.configs:
+        raise InputError(
+            f"a {spec.family} drafter has no form {form!r}", where="--form", fix=f"Use {' or '.join(writer.configs)}."
+        )
+    return writer, form
