@@ -47,16 +47,15 @@ class Readout:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, W] -> float32 (or float64) [n, V]; contiguous rows, for bf16 matmuls crawl on strided ones."""
-        rest = None if self.added is None else hidden[..., self.weight.shape[1] :]
-        hidden = hidden if rest is None else hidden[..., : self.weight.shape[1]]
-        z = F.linear(hidden.contiguous().to(self.weight.dtype), self.weight, self.bias)
+        width = self.weight.shape[1]
+        z = F.linear(hidden[..., :width].contiguous().to(self.weight.dtype), self.weight, self.bias)
         z = z if z.dtype == torch.float64 else z.float()
         if self.scale != 1.0:
             z = z * self.scale
         if self.soft_cap is not None:
             z = self.soft_cap * torch.tanh(z / self.soft_cap)
-        if rest is not None:
-            z = z + F.linear(rest.contiguous().to(self.added.dtype), self.added).to(z.dtype)  # type: ignore[union-attr]
+        if self.added is not None:
+            z = z + F.linear(hidden[..., width:].contiguous().to(self.added.dtype), self.added).to(z.dtype)
         if self.support is not None:
             assert self.vocab_size is not None
             full = z.new_full((*z.shape[:-1], self.vocab_size), float("-inf"))
