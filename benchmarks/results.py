@@ -23,6 +23,7 @@ import fused_results
 import hybrid_results
 import parity_results
 import scoring_results
+import tree_attention
 
 from draftloop.evaluate.tau import Response, acceptance, paired
 
@@ -68,7 +69,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, li
 
 def derive() -> dict[Path, str]:
     """Every derived file's text."""
-    others = ("parity-", "bench-", "branch-", "fused-", "decode-", "hybrid-")
+    others = ("parity-", "bench-", "branch-", "fused-", "decode-", "hybrid-", "tree-")
     runs = {path.stem: read(path) for path in sorted(RAW.glob("*.jsonl")) if not path.name.startswith(others)}
     out = parity_results.derived() | bench_results.derive() | branch_throughput.derived() | decode_results.derive()
     out |= hybrid_results.derive()
@@ -104,6 +105,8 @@ def derive() -> dict[Path, str]:
         tables.append("## Supervised draft tokens per second\n\n" + supervised)
     if packed := scoring_results.table():
         tables.append("## Scoring branches on a CPU\n\n" + packed)
+    if masked := tree_attention.table():
+        tables.append("## Dense masks and FlexAttention for trees\n\n" + masked)
     if agreed := parity_results.table():
         tables.append("## Parity with vLLM\n\n" + agreed)
     if scored := hybrid_results.table():

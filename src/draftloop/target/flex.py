@@ -20,7 +20,7 @@ from draftloop.target.attention import narrowed
 from draftloop.target.implementation import attending_by
 
 NAME = "draftloop_tree"
-LONG = 2048  # slots of a row from which a dense mask is taken to cost more than a block mask
+LONG = 1 << 15  # slots of a row; below that a dense mask is faster and no larger (docs/results.md, measured to 2^14)
 
 
 def chosen(way: str, device: torch.device, dtype: torch.dtype, slots: int) -> bool:
