@@ -60,9 +60,14 @@ class Bench:
         self.drafter = self._drafter(self.target)
         self.cuda = self.target.device.type == "cuda"
         self.compiler = partial(torch.compile, dynamic=False, **({"backend": "eager"} if options.quick else {}))
-        tuned = {} if options.quick else {"options": {"coordinate_descent_tuning": True}}
-        # tuned: products with one row become reductions that fuse with their neighbours; tuning them takes long
-        self.compilers = {"fused": self.compiler, "tuned": partial(self.compiler, **tuned)}
+        # tuned: products with one row become reductions that fuse with their neighbours; tuning them takes long.
+        # triton: products of every size may become kernels of their own, which fuse with what follows
+        tuned = {"coordinate_descent_tuning": True}
+        wanted = {"fused": {}, "tuned": tuned, "triton": tuned | {"max_autotune": True}}
+        self.compilers = {
+            name: partial(self.compiler, **({"options": told} if told and not options.quick else {}))
+            for name, told in wanted.items()
+        }
         self.rows: list[Row] = []
 
     def load(self, dtype: str | None) -> Any:
@@ -296,8 +301,9 @@ def measure(bench: Bench) -> None:
         cell(1, 0.0, "plain", "fused", "matmul")
         cell(1, 0.0, "speculative", "fused", "matmul")
         guarded(bench, lambda: bench.check("fused", WAYS[-1:], ("sdpa",)), part="check of fused")
-        for arm in both:
-            cell(1, 0.0, arm, "tuned", "sdpa")
+        for variant in options.variants:
+            for arm in both:
+                cell(1, 0.0, arm, variant, "sdpa")
     for temperature in (0.0, 1.0):
         for batch in options.fused:
             for arm in both:
@@ -344,6 +350,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--waves", type=int, default=6, help="prompts at batch 1 (default 6)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--fused", type=int, nargs="*", default=[1, 8], help="batch sizes measured compiled as well")
+    parser.add_argument("--variants", nargs="*", choices=["tuned", "triton"], default=["tuned"],
+                        help="other ways to compile, at batch 1 (default tuned)")  # fmt: skip
     parser.add_argument("--generate", type=int, default=1024, help="rows of plain generation; 0 = none")
     parser.add_argument("--budget", type=float, default=225, help="seconds after which no cell is begun (default 225)")
     parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
