@@ -6,9 +6,9 @@
 
 Three layers of Gated DeltaNet, one of full attention, and so on; tokenizer and chat template of the target that wrote
 the answers (the embedded one). Plain next-token cross-entropy on prompts and answers: one text a row, texts of like
-length in a batch, so that every text begins at an empty state, as it will when it is decoded. One text in fifty, told by
-its prompt's id, is held out; the weights with the best held-out loss are kept. On a GPU the weights are bfloat16 with
-float32 masters and the recurrence runs in float32, as it will be served. What is left is a Hugging Face folder in
+length in a batch, so that every text begins at an empty state, as it will when it is decoded. One text in fifty, told
+by its prompt's id, is held out; the weights with the best held-out loss are kept. On a GPU the weights are bfloat16
+with float32 masters and the recurrence runs in float32, as it will be served. What is left is a Hugging Face folder in
 bfloat16, loaded again as a target before its figures are written down. For what is published, `--rows
 results/raw/hybrid-target-NAME.jsonl`; see `small_hybrid_results.py`.
 """
@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -199,9 +199,9 @@ def train(model: Any, parts: tuple[list[Trunk], list[Trunk]], options: argparse.
     settings = OptimiserPart(lr=options.lr, weight_decay=0.1, warmup=0.04, final=0.05)
     optimiser = DrafterOptimiser(model.named_parameters(), settings)
     kept = [batch.to(device) for batch in batched(sorted(parts[1], key=len), options.tokens)]
-    length = len(epoch_of(parts[0], options.tokens, options.seed, 0))
-    stream = (b for epoch in count() for b in epoch_of(parts[0], options.tokens, options.seed, epoch))
-    largest = max(epoch_of(parts[0], options.tokens, options.seed, 0), key=lambda one: one.ids.numel()).to(device)
+    first = epoch_of(parts[0], options.tokens, options.seed, 0)
+    later = (batch for epoch in count(1) for batch in epoch_of(parts[0], options.tokens, options.seed, epoch))
+    largest = max(first, key=lambda one: one.ids.numel()).to(device)
 
     def gradient() -> None:
         losses(model, largest).mean().backward()
@@ -211,12 +211,12 @@ def train(model: Any, parts: tuple[list[Trunk], list[Trunk]], options: argparse.
     look = min(seconds(lambda: held_out(model, kept), device) for _ in range(2))
     model.zero_grad()
     left = 60 * options.minutes - (time.perf_counter() - began) - LOOKS * look
-    steps = max(LOOKS, min(int(left / each), options.epochs * length))
+    steps = max(LOOKS, min(int(left / each), options.epochs * len(first)))
     looks = {round(steps * (i + 1) / LOOKS) for i in range(LOOKS)}
     best, rows, recent = math.inf, [], []
     weights: dict[str, Tensor] = {}
-    with Progress(f"train the hybrid ({length} steps an epoch)", steps) as progress:
-        for step, batch in zip(range(1, steps + 1), stream, strict=False):
+    with Progress(f"train the hybrid ({len(first)} steps an epoch)", steps) as progress:
+        for step, batch in zip(range(1, steps + 1), chain(first, later), strict=False):
             loss = losses(model, batch.to(device)).mean()
             loss.backward()
             optimiser.step(loss, learning_rate_factor(settings, step - 1, steps), step)

@@ -94,8 +94,8 @@ def _told(made: Row) -> str:
         f" {made['train']['tokens']:,} tokens, {made['steps']} steps (weights of step {made['chosen_step']}),"
         f" {made['seconds'] / 60:.1f} minutes in all. Held-out loss {made['loss']['answers']:.2f} nats a token on"
         f" answers ({made['held_out']['texts']} texts, {made['loss']['dtype']}), {made['loss']['prompts']:.2f} on"
-        f" prompts. Of {made['greedy_answers']} greedy answers to held-out prompts, up to {made['answer_length']} tokens,"
-        f" {made['finished']} end by themselves{again}."
+        f" prompts. Of {made['greedy_answers']} greedy answers to held-out prompts, up to {made['answer_length']}"
+        f" tokens, {made['finished']} end by themselves{again}."
     )
 
 
