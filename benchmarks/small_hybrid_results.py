@@ -14,6 +14,13 @@ from run_rows import read
 
 from draftloop.evaluate.tau import acceptance, paired
 
+NOTE = """\
+It exists to show training end to end on a target with recurrent layers: three of Gated DeltaNet to one of full attention.
+The prompt files are those of the runs `specopd-...`. `sft-continued`, `specopd` and `overlap` (the objective of `specopd` on
+the answers' own tokens) start from the same SFT drafter and have the same minutes. So small a model repeats itself when it
+answers greedily, and repetitions are easy to draft: read tau beside their share.
+
+"""
 TARGET, DRAFTER = "hybrid-target-", "hybrid-drafter-"
 Row = dict[str, Any]
 
@@ -73,7 +80,8 @@ def _drafter(path: Path) -> Row:
 
 def table(raw: Path) -> str:
     """All of it as Markdown; empty where there are no rows."""
-    return "\n".join(_page(name, one) for name, one in summaries(raw).items())
+    pages = "\n".join(_page(name, one) for name, one in summaries(raw).items())
+    return NOTE + pages if pages else ""
 
 
 def _page(name: str, found: Row) -> str:
