@@ -15,10 +15,10 @@ from run_rows import read
 from draftloop.evaluate.tau import acceptance, paired
 
 NOTE = """\
-It exists to show training end to end on a target with recurrent layers: three of Gated DeltaNet to one of full attention.
-The prompt files are those of the runs `specopd-...`. `sft-continued`, `specopd` and `overlap` (the objective of `specopd` on
-the answers' own tokens) start from the same SFT drafter and have the same minutes. So small a model repeats itself when it
-answers greedily, and repetitions are easy to draft: read tau beside their share.
+It exists to show training end to end on a target with recurrent layers: three of Gated DeltaNet to one of full
+attention. The prompt files are those of the runs `specopd-...`. `sft-continued`, `specopd` and `overlap` (the objective
+of `specopd` on the answers' own tokens) start from the same SFT drafter and have the same minutes. Text that repeats
+itself, as greedy answers of so small a model may, is easy to draft: read tau beside the share of repetitions.
 
 """
 TARGET, DRAFTER = "hybrid-target-", "hybrid-drafter-"
