@@ -1,4 +1,8 @@
-"""results/hybrid.json from the raw rows of `benchmarks/hybrid.py`; `results.py` calls `derive` and `table`."""
+"""results/hybrid.json; `results.py` calls `derive` and `table`.
+
+What scoring costs, from the raw rows of `benchmarks/hybrid.py`; and under `small_hybrid` what a trained target and its
+drafters came to (`small_hybrid_results.py`).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import small_hybrid_results
 from bench_results import rounded
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -16,7 +21,9 @@ Row = dict[str, Any]
 
 def derive() -> dict[Path, str]:
     """Every derived file's text; nothing where there are no raw rows."""
-    runs = {path.stem: summarise(_read(path)) for path in sorted(RAW.glob("hybrid-*.jsonl"))}
+    runs: dict[str, Any] = {path.stem: summarise(_read(path)) for path in _costs()}
+    if trained := small_hybrid_results.summaries(RAW):
+        runs["small_hybrid"] = trained
     return {OUT: json.dumps(rounded(runs), indent=1, sort_keys=True) + "\n"} if runs else {}
 
 
@@ -63,7 +70,13 @@ def show(rows: list[Row]) -> str:
 
 def table() -> str:
     """All runs as Markdown."""
-    return "\n".join(show(_read(path)) for path in sorted(RAW.glob("hybrid-*.jsonl")))
+    return "\n".join(show(_read(path)) for path in _costs())
+
+
+def _costs() -> list[Path]:
+    """The raw rows of `benchmarks/hybrid.py`."""
+    trained = (small_hybrid_results.TARGET, small_hybrid_results.DRAFTER)
+    return [path for path in sorted(RAW.glob("hybrid-*.jsonl")) if not path.name.startswith(trained)]
 
 
 def _read(path: Path) -> list[Row]:

@@ -23,7 +23,9 @@ import fused_results
 import hybrid_results
 import parity_results
 import scoring_results
+import small_hybrid_results
 import tree_attention
+from run_rows import read
 
 from draftloop.evaluate.tau import Response, acceptance, paired
 
@@ -54,17 +56,6 @@ def take(runs: list[Path]) -> None:
         name = f"{run.name}.jsonl"
         (RAW / name).write_text("".join(json.dumps(row) + "\n" for row in (head, *stages)) + rows, encoding="utf-8")
         print(f"took {name}")
-
-
-def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, list[Response]]]:
-    """The head, the stages and the walks of one run."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    arms: dict[str, list[Response]] = {}
-    for row in rows:
-        if row["kind"] == "walk":
-            response = Response(row["id"], row["set"], tuple(row["committed"]), tuple(row["accepted"]), row["drafted"])
-            arms.setdefault(row["arm"], []).append(response)
-    return rows[0], [row for row in rows if row["kind"] == "stage"], arms
 
 
 def derive() -> dict[Path, str]:
@@ -111,6 +102,8 @@ def derive() -> dict[Path, str]:
         tables.append("## Parity with vLLM\n\n" + agreed)
     if scored := hybrid_results.table():
         tables.append("## Scoring branches through Gated DeltaNet\n\n" + scored)
+    if trained := small_hybrid_results.table(RAW):
+        tables.append("## A small hybrid target\n\n" + trained)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     before, rest = readme.split(OPEN)
     out[ROOT / "README.md"] = before + OPEN + _readme(found["quickstart"]) + SHUT + rest.split(SHUT)[1]

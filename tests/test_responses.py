@@ -16,7 +16,7 @@ from draftloop.decode.loop import decode, rounds
 from draftloop.decode.trace import Options, Request
 from draftloop.recipe import DataPart
 from draftloop.supervise import responses
-from draftloop.supervise.responses import prepare_trunks
+from draftloop.supervise.responses import prepare_trunks, read_trunks
 from draftloop.target.load import load_target
 from tests.toy_run import toy_checkpoint
 
@@ -333,3 +333,17 @@ def test_given_answers_are_taken_where_they_are_not_to_be_regenerated(target, tm
     assert asked == keys("g0")
     assert anew.trunks[0].prompt == whole.prompt
     assert anew.trunks[0].tokens != whole.tokens
+
+
+def test_a_file_of_answers_is_read_by_whoever_wants_them(target, tmp_path):
+    path = tmp_path / "train.jsonl"
+    prepared = prepare_trunks(target, PROMPTS, part(), path)
+    assert read_trunks(path) == prepared.trunks
+    path.write_text(path.read_text(encoding="utf-8")[:-9], encoding="utf-8")  # it is still being written
+    assert read_trunks(path) == prepared.trunks[:-1]
+    with pytest.raises(InputError, match="there is no file of answers"):
+        read_trunks(tmp_path / "other.jsonl")
+    for text in ("", '{"prompt": "cat?"}\n', "[1]\n", "none\n"):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(InputError, match="this is no file of answers"):
+            read_trunks(path)

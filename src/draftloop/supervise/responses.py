@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,22 @@ def prepare_trunks(
     return _prepared(prompts, data, answers.samples, book)
 
 
+def read_trunks(path: Path) -> list[Trunk]:
+    """The trunks of a file that `prepare_trunks` wrote, as far as it is written; nothing is locked.
+
+    Raises:
+        InputError: there is no such file, or it is of another kind.
+    """
+    fix = "Give trunks/train.jsonl of a run directory; `draftloop prepare` writes it."
+    if not path.is_file():
+        raise InputError("there is no file of answers", where=str(path), fix=fix)
+    lines = _whole_lines(path)
+    head = json.loads(lines[0]) if lines else None
+    if not isinstance(head, dict) or head.get("schema") != SCHEMA or "response" not in head:
+        raise InputError("this is no file of answers", where=str(path), fix=fix)
+    return [trunk for _, trunks in _answers(path, lines) for trunk in trunks]
+
+
 def _prepared(prompts: Sequence[Prompt], data: DataPart, samples: int, book: _Book) -> Prepared:
     """What the book holds for the prompts, in their order."""
     trunks: list[Trunk] = []
@@ -220,9 +236,7 @@ class _Book:
         if lines and _identity(json.loads(lines[0])) != _identity(header):
             lines = _exchange(path, lines, header)
         if lines:
-            for number, line in enumerate(lines[1:], start=2):
-                row = json.loads(line)
-                trunks = [Trunk.from_json(t, f"{path}:{number}") for t in row["trunks"]]
+            for row, trunks in _answers(path, lines):
                 self._kept[(row["prompt"], row["sample"], row["asked"])] = Kept(trunks, row.get("refused", ""))
         else:
             lines = [json.dumps(header)]
@@ -260,6 +274,13 @@ class _Book:
                 os.fsync(handle.fileno())
         except OSError as error:
             raise writing_fault(error, self.path) from error
+
+
+def _answers(path: Path, lines: list[str]) -> Iterator[tuple[dict[str, Any], list[Trunk]]]:
+    """What stands below the header of a file: each row, and the trunks in it."""
+    for number, line in enumerate(lines[1:], start=2):
+        row = json.loads(line)
+        yield row, [Trunk.from_json(trunk, f"{path}:{number}") for trunk in row["trunks"]]
 
 
 def _identity(header: Any) -> dict[str, Any]:
