@@ -301,6 +301,8 @@ def measure(bench: Bench) -> None:
         cell(1, 0.0, "plain", "fused", "matmul")
         cell(1, 0.0, "speculative", "fused", "matmul")
         guarded(bench, lambda: bench.check("fused", WAYS[-1:], ("sdpa",)), part="check of fused")
+        if "tuned" in options.variants:
+            guarded(bench, lambda: bench.check("tuned", WAYS[:1], ("sdpa",)), part="check of tuned")
         for variant in options.variants:
             for arm in both:
                 cell(1, 0.0, arm, variant, "sdpa")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench_results import rounded
 
 ROOT = Path(__file__).resolve().parent.parent
-RAW = ROOT / "results" / "raw" / "decode-h200.jsonl"
+RAW = tuple(ROOT / "results" / "raw" / f"decode-{name}h200.jsonl" for name in ("", "tuned-"))  # a later run wins
 OUT = ROOT / "results" / "decode.json"
 WHERE = ("batch", "temperature", "engine", "kernel")
+CHECKED = ("arm", "temperature", "rule", "kernel", "engine")
+LEFT_OUT = ("kind", "at_s")
 Row = dict[str, Any]
 
 
@@ -26,11 +29,14 @@ def read(path: Path) -> list[Row]:
     return rows
 
 
-def derive(raw: Path = RAW) -> dict[Path, str]:
+def derive(raws: Sequence[Path] = RAW) -> dict[Path, str]:
     """Every derived file's text; nothing where there are no raw rows."""
-    if not raw.is_file():
-        return {}
-    return {OUT: json.dumps(rounded(summarise(read(raw))), indent=1, sort_keys=True) + "\n"}
+    rows = _rows(raws)
+    return {OUT: json.dumps(rounded(summarise(rows)), indent=1, sort_keys=True) + "\n"} if rows else {}
+
+
+def _rows(raws: Sequence[Path]) -> list[Row]:
+    return [row for raw in raws if raw.is_file() for row in read(raw)]
 
 
 def summarise(rows: list[Row]) -> Row:
@@ -45,10 +51,12 @@ def summarise(rows: list[Row]) -> Row:
     for row in cells:
         pairs.setdefault(tuple(row[key] for key in WHERE), {})[row["arm"]] = row
     table = [_pair(dict(zip(WHERE, where, strict=True)), arms) for where, arms in pairs.items()]
+    checks = {tuple(row.get(key, "graph") for key in CHECKED): {k: v for k, v in row.items() if k not in LEFT_OUT}
+              for row in rows if row["kind"] == "check"}  # fmt: skip
     found: Row = {
         "settings": {key: value for key, value in heads[0].items() if key not in ("kind", "at_s")},
-        "checks": [{key: value for key, value in row.items() if key not in ("kind", "at_s")}
-                   for row in rows if row["kind"] == "check"],
+        "commands": [head["command"] for head in heads],
+        "checks": list(checks.values()),
         "cells": table,
         "generation": [{key: value for key, value in row.items() if key not in ("kind", "at_s")}
                        for row in rows if row["kind"] == "generation"],
@@ -95,15 +103,16 @@ def _checked(checks: list[Row]) -> str:
     return f"The engine wrote the eager loop's tokens {told}." if told else "No tokens were compared."
 
 
-def table(raw: Path = RAW) -> str:
+def table(raws: Sequence[Path] = RAW) -> str:
     """The cells as Markdown tables."""
-    if not raw.is_file():
+    rows = _rows(raws)
+    if not rows:
         return ""
-    found = rounded(summarise(read(raw)))
+    found = rounded(summarise(rows))
     settings, checks = found["settings"], found["checks"]
     lines = [
-        f"`{settings['command']}` on {settings['hardware'].get('gpu', 'CPU')}, torch {settings['versions']['torch']},"
-        f" transformers {settings['versions']['transformers']}; drafter {settings['drafter']['from']}, block"
+        f"{' and '.join(f'`{one}`' for one in found['commands'])} on {settings['hardware'].get('gpu', 'CPU')},"
+        f" torch {settings['versions']['torch']}, transformers {settings['versions']['transformers']}; drafter {settings['drafter']['from']}, block"
         f" {settings['drafter']['block_size']}. {_checked(checks)} Round cost = the tau above which speculation pays.",
         "",
         "| batch | T | engine | kernel | plain tokens/s | ms a step | speculative tokens/s | ms a round | round cost"

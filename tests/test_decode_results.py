@@ -52,7 +52,7 @@ ROWS = [
 def test_headline_and_cells(derived, tmp_path):
     raw = tmp_path / "raw.jsonl"
     raw.write_text("".join(json.dumps(row) + "\n" for row in ROWS) + '{"kind": "cell", "ba', encoding="utf-8")
-    (text,) = derived.derive(raw).values()
+    (text,) = derived.derive([raw]).values()
     found = json.loads(text)
     assert found["engines_b1"] == {"plain": "tuned, sdpa", "speculative": "fused, sdpa"}
     assert (found["plain_tokens_per_s_b1"], found["tau_b1"]) == (1200.0, 2.0)
@@ -62,7 +62,7 @@ def test_headline_and_cells(derived, tmp_path):
     assert by_place[8, "graph"]["round_cost"] == 2.5
     assert not by_place[8, "graph"]["pays"]
     assert by_place[1, "graph"]["speculative"]["tau"] == 2.0
-    page = derived.table(raw)
+    page = derived.table([raw])
     assert "| 8 | 0 | graph | sdpa | 4000 | 2.000 | 3000 | 5.000 | 2.50 | 2.00 | 0.75 (SLOWER) |" in page
     assert "Not measured: no memory." in page
 
@@ -71,15 +71,15 @@ def test_one_wrong_token_is_told(derived, tmp_path):
     rows = [HEAD, {"kind": "check", "same": 7, "prompts": 8}, *ROWS[3:5]]
     assert not derived.summarise(rows)["same_tokens"]
     raw = tmp_path / "raw.jsonl"
-    rows.append({"kind": "check", "same": 8, "prompts": 8, "dtype": "torch.float64"})
+    rows.append({"kind": "check", "rule": "ratio", "same": 8, "prompts": 8, "dtype": "torch.float64"})
     raw.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    assert "in float32 for 7 of 8 answers, in float64 for 8 of 8 answers." in derived.table(raw)
+    assert "in float32 for 7 of 8 answers, in float64 for 8 of 8 answers." in derived.table([raw])
     assert not derived.summarise([HEAD, *ROWS[3:5]])["same_tokens"]  # nothing was checked
 
 
 def test_nothing_measured_is_nothing(derived, tmp_path):
-    assert derived.derive(tmp_path / "none.jsonl") == {}
-    assert derived.table(tmp_path / "none.jsonl") == ""
+    assert derived.derive([tmp_path / "none.jsonl"]) == {}
+    assert derived.table([tmp_path / "none.jsonl"]) == ""
 
 
 def test_the_benchmark_runs_at_toy_size(derived, tmp_path):
