@@ -112,8 +112,9 @@ def table(raws: Sequence[Path] = RAW) -> str:
     settings, checks = found["settings"], found["checks"]
     lines = [
         f"{' and '.join(f'`{one}`' for one in found['commands'])} on {settings['hardware'].get('gpu', 'CPU')},"
-        f" torch {settings['versions']['torch']}, transformers {settings['versions']['transformers']}; drafter {settings['drafter']['from']}, block"
-        f" {settings['drafter']['block_size']}. {_checked(checks)} Round cost = the tau above which speculation pays.",
+        f" torch {settings['versions']['torch']}, transformers {settings['versions']['transformers']};"
+        f" drafter {settings['drafter']['from']}, block {settings['drafter']['block_size']}. {_checked(checks)}"
+        " Round cost = the tau above which speculation pays.",
         "",
         "| batch | T | engine | kernel | plain tokens/s | ms a step | speculative tokens/s | ms a round | round cost"
         " | tau | against plain |",
