@@ -96,30 +96,53 @@ class DataPart(Part):
     response: ResponsePart = Field(default_factory=ResponsePart)
 
 
+_FAMILY_KEYS = {  # keys of the drafter that are not for every family
+    "mask_token": ("dflash",),
+    "draft_vocab": ("eagle3",),
+}
+
+
 class DrafterPart(Part):
     """The model that proposes."""
 
-    family: Literal["dflash"] = Field("dflash", description="architecture; dflash drafts a whole block in one forward")
+    family: Literal["dflash", "eagle3"] = Field(
+        "dflash",
+        description="architecture; dflash drafts a whole block in one forward, eagle3 token by token in one layer",
+    )
     init: str | None = Field(
         None, description="a drafter directory, or `bundled`, to start from; the shape then comes from it"
     )
     block_size: int = Field(8, ge=2, description="anchor slot + drafted slots: block_size - 1 tokens are drafted")
-    layers: int = Field(2, ge=1, description="decoder layers of the drafter")
+    layers: int | None = Field(None, ge=1, description="decoder layers of the drafter; default: dflash 2, eagle3 1")
     target_layers: list[int] | None = Field(
         None, description="target layers whose output it reads, ascending; default: evenly spread"
     )
     taps: int | None = Field(
-        None, ge=1, description="how many target layers, when target_layers is not given; default: layers"
+        None,
+        ge=1,
+        description="how many target layers, when target_layers is not given; default: as many as layers, eagle3 3",
     )
     mask_token: int | str | None = Field(
         None,
         description="unused special token for the drafted slots, or `learned` for a trained vector instead; "
         "default: chosen and recorded; learned where no token is unused",
     )
+    draft_vocab: Annotated[int, Field(ge=1)] | Literal["target"] | None = Field(
+        None,
+        description="eagle3: tokens of its own, trained readout, the most frequent of the training answers; `target` = "
+        "borrow the target's readout; default: 32000, or all where the target has fewer",
+    )
     intermediate_size: int | None = Field(None, ge=1, description="default: the target's")
     heads: int | None = Field(None, ge=1, description="attention heads; default: the target's")
     kv_heads: int | None = Field(None, ge=1, description="key/value heads; default: the target's")
     head_dim: int | None = Field(None, ge=2, description="default: the target's")
+
+    @model_validator(mode="after")
+    def _check_family(self) -> DrafterPart:
+        for key, families in _FAMILY_KEYS.items():
+            if getattr(self, key) is not None and self.family not in families and self.init is None:
+                raise ValueError(f"{key} means nothing for {self.family}; it is for {' and '.join(families)}")
+        return self
 
 
 class ObjectivePart(Part):
