@@ -127,7 +127,7 @@ class DrafterPart(Part):
         description="unused special token for the drafted slots, or `learned` for a trained vector instead; "
         "default: chosen and recorded; learned where no token is unused",
     )
-    draft_vocab: Annotated[int, Field(ge=1)] | Literal["target"] | None = Field(
+    draft_vocab: int | Literal["target"] | None = Field(
         None,
         description="eagle3: tokens of its own, trained readout, the most frequent of the training answers; `target` = "
         "borrow the target's readout; default: 32000, or all where the target has fewer",
@@ -142,6 +142,8 @@ class DrafterPart(Part):
         for key, families in _FAMILY_KEYS.items():
             if getattr(self, key) is not None and self.family not in families and self.init is None:
                 raise ValueError(f"{key} means nothing for {self.family}; it is for {' and '.join(families)}")
+        if isinstance(self.draft_vocab, int) and self.draft_vocab < 1:
+            raise ValueError(f"draft_vocab {self.draft_vocab} is no number of tokens; `target` borrows its readout")
         return self
 
 
