@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from draftloop.core.errors import InputError
-from draftloop.recipe import ObjectivePart, Part, Recipe, Source, StagePart
+from draftloop.recipe import FAMILY_KEYS, ObjectivePart, Part, Recipe, Source, StagePart
 from draftloop.recipe_file import dump_recipe, load_recipe, recipe_differences, recipe_fingerprint, resolved
 from draftloop.recipe_reference import _options, item_of, section_of
 from draftloop.recipe_yaml import dump, parse

@@ -96,7 +96,7 @@ class DataPart(Part):
     response: ResponsePart = Field(default_factory=ResponsePart)
 
 
-_FAMILY_KEYS = {  # keys of the drafter that are not for every family
+FAMILY_KEYS = {  # keys of the drafter that are not for every family
     "mask_token": ("dflash",),
     "draft_vocab": ("eagle3",),
 }
@@ -139,7 +139,7 @@ class DrafterPart(Part):
 
     @model_validator(mode="after")
     def _check_family(self) -> DrafterPart:
-        for key, families in _FAMILY_KEYS.items():
+        for key, families in FAMILY_KEYS.items():
             if getattr(self, key) is not None and self.family not in families and self.init is None:
                 raise ValueError(f"{key} means nothing for {self.family}; it is for {' and '.join(families)}")
         if isinstance(self.draft_vocab, int) and self.draft_vocab < 1:

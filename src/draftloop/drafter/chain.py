@@ -2,10 +2,10 @@
 
 Write g_j for the target's feature at position j as the drafter takes it in (`take`), and x_j for the token there. The
 layer's input for position j pairs g_j with the embedding of x_{j+1}; from its row x_{j+2} is predicted. Let a be an
-anchor. Slot 1 of its chain is the input for a - 1, (g_{a-1}, x_a); slot k > 1 the input for a - 2 + k, (the layer's
-own output in slot k - 1, the token drafted there). A slot sees the inputs of all positions below a - 1, made of the
-target's features, and slots 1..k of its chain. This is what engines compute after a verification, which puts inputs made of
-features in the place of the last chain's, and what training-time test unrolls (EAGLE-3, arXiv 2503.01840).
+anchor. Slot 1 of its chain is the input for a - 1, (g_{a-1}, x_a); slot k > 1 the input for a - 2 + k, (the layer's own
+output in slot k - 1, the token drafted there). A slot sees the inputs of all positions below a - 1, made of the
+target's features, and slots 1..k of its chain. This is what engines compute after a verification, which puts inputs
+made of features in the place of the last chain's, and what training-time test unrolls (EAGLE-3, arXiv 2503.01840).
 
 With one layer, keys and values of context are projections of inputs: context needs no attention of its own. They lie in
 slot j + 1 of the cache, written when x_{j+1} becomes known; so an anchor sees slots 1..a - 1, and slot 0 is nothing's.

@@ -1,8 +1,9 @@
 """EAGLE-3 (arXiv 2503.01840): one Llama layer over the target's features and its own states, drafting token by token.
 
 Its inputs are the normed embedding and the normed state side by side, 2 H wide; the state itself is the residual
-stream. It has a readout of its own, over the tokens that the target's answers hold most often (`vocabulary`), unless it borrows
-the target's. Tensor names are those of the published checkpoints, but for `support`, which is their `d2t` as ids.
+stream. It has a readout of its own, over the tokens that the target's answers hold most often (`vocabulary`), unless it
+borrows the target's. Tensor names are those of the published checkpoints, but for `support`, which is their `d2t` as
+ids.
 """
 
 from __future__ import annotations
