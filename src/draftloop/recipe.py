@@ -1,7 +1,8 @@
 """The typed recipe: everything a run does, in one file, and nothing that is silently ignored.
 
-Knows no model and runs nothing. A method is a row of cells (trunks, anchors, proposals, objective); `METHODS` names the
-usual rows, and a stage may change any cell. Reading, overrides and error messages are in `recipe_file.py`.
+Knows no model and runs nothing. A method is a row of cells (trunks, anchors, proposals, objective); `METHODS`
+(recipe_methods.py) names the usual rows, and a stage may change any cell. Reading, overrides and error messages are in
+`recipe_file.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from difflib import get_close_matches
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from draftloop.recipe_families import why_strange
+from draftloop.recipe_methods import METHODS, merged
 
 SCHEMA = 1
 
@@ -96,12 +100,6 @@ class DataPart(Part):
     response: ResponsePart = Field(default_factory=ResponsePart)
 
 
-FAMILY_KEYS = {  # keys of the drafter that are not for every family
-    "mask_token": ("dflash",),
-    "draft_vocab": ("eagle3",),
-}
-
-
 class DrafterPart(Part):
     """The model that proposes."""
 
@@ -139,9 +137,8 @@ class DrafterPart(Part):
 
     @model_validator(mode="after")
     def _check_family(self) -> DrafterPart:
-        for key, families in FAMILY_KEYS.items():
-            if getattr(self, key) is not None and self.family not in families and self.init is None:
-                raise ValueError(f"{key} means nothing for {self.family}; it is for {' and '.join(families)}")
+        if self.init is None and (why := why_strange(self.family, dict(self))):
+            raise ValueError(why)
         if isinstance(self.draft_vocab, int) and self.draft_vocab < 1:
             raise ValueError(f"draft_vocab {self.draft_vocab} is no number of tokens; `target` borrows its readout")
         return self
@@ -395,30 +392,3 @@ class Recipe(Part):
         if self.schema_version != SCHEMA:
             raise ValueError(f"schema {self.schema_version} is not {SCHEMA}, the one that this version reads")
         return self
-
-
-_FIXED = {"trunks": "fixed", "anchors": "random", "proposals": "trunk"}
-_CAREFUL = {"optimiser": {"lr": 3e-4}}  # for drafters that have had a warm-up
-METHODS: dict[str, dict[str, Any]] = {
-    "sft": {**_FIXED, "objective": {"kind": "ce"}},
-    "off-policy-kl": {**_FIXED, "objective": {"kind": "forward_kl"}},
-    "overlap": {**_FIXED, "objective": {"kind": "e2e_tv"}, **_CAREFUL},
-    "specopd": {**_FIXED, "proposals": "sampled", "objective": {"kind": "e2e_tv"}, **_CAREFUL},
-    "draft-opd": {
-        "trunks": "rollout",
-        "anchors": "rollout",
-        "proposals": "recorded",
-        "objective": {"kind": "draft_opd"},
-        **_CAREFUL,
-    },
-    "custom": {},
-}
-
-
-def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Return `base` with `over` laid upon it, section by section."""
-    out = dict(base)
-    for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(out.get(key), dict)
-        out[key] = merged(out[key], value) if both else value
-    return out
