@@ -1,7 +1,8 @@
 """The typed recipe: everything a run does, in one file, and nothing that is silently ignored.
 
-Knows no model and runs nothing. A method is a row of cells (trunks, anchors, proposals, objective); `METHODS` names the
-usual rows, and a stage may change any cell. Reading, overrides and error messages are in `recipe_file.py`.
+Knows no model and runs nothing. A method is a row of cells (trunks, anchors, proposals, objective); `METHODS`
+(recipe_methods.py) names the usual rows, and a stage may change any cell. Reading, overrides and error messages are in
+`recipe_file.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from difflib import get_close_matches
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from draftloop.recipe_families import why_strange
+from draftloop.recipe_methods import METHODS, merged
 
 SCHEMA = 1
 
@@ -99,27 +103,45 @@ class DataPart(Part):
 class DrafterPart(Part):
     """The model that proposes."""
 
-    family: Literal["dflash"] = Field("dflash", description="architecture; dflash drafts a whole block in one forward")
+    family: Literal["dflash", "eagle3"] = Field(
+        "dflash",
+        description="architecture; dflash drafts a whole block in one forward, eagle3 token by token in one layer",
+    )
     init: str | None = Field(
         None, description="a drafter directory, or `bundled`, to start from; the shape then comes from it"
     )
     block_size: int = Field(8, ge=2, description="anchor slot + drafted slots: block_size - 1 tokens are drafted")
-    layers: int = Field(2, ge=1, description="decoder layers of the drafter")
+    layers: int | None = Field(None, ge=1, description="decoder layers of the drafter; default: dflash 2, eagle3 1")
     target_layers: list[int] | None = Field(
         None, description="target layers whose output it reads, ascending; default: evenly spread"
     )
     taps: int | None = Field(
-        None, ge=1, description="how many target layers, when target_layers is not given; default: layers"
+        None,
+        ge=1,
+        description="how many target layers, when target_layers is not given; default: as many as layers, eagle3 3",
     )
     mask_token: int | str | None = Field(
         None,
         description="unused special token for the drafted slots, or `learned` for a trained vector instead; "
         "default: chosen and recorded; learned where no token is unused",
     )
+    draft_vocab: int | Literal["target"] | None = Field(
+        None,
+        description="eagle3: tokens of its own, trained readout, the most frequent of the training answers; `target` = "
+        "borrow the target's readout; default: 32000, or all where the target has fewer",
+    )
     intermediate_size: int | None = Field(None, ge=1, description="default: the target's")
     heads: int | None = Field(None, ge=1, description="attention heads; default: the target's")
     kv_heads: int | None = Field(None, ge=1, description="key/value heads; default: the target's")
     head_dim: int | None = Field(None, ge=2, description="default: the target's")
+
+    @model_validator(mode="after")
+    def _check_family(self) -> DrafterPart:
+        if self.init is None and (why := why_strange(self.family, dict(self))):
+            raise ValueError(why)
+        if isinstance(self.draft_vocab, int) and self.draft_vocab < 1:
+            raise ValueError(f"draft_vocab {self.draft_vocab} is no number of tokens; `target` borrows its readout")
+        return self
 
 
 class ObjectivePart(Part):
@@ -370,30 +392,3 @@ class Recipe(Part):
         if self.schema_version != SCHEMA:
             raise ValueError(f"schema {self.schema_version} is not {SCHEMA}, the one that this version reads")
         return self
-
-
-_FIXED = {"trunks": "fixed", "anchors": "random", "proposals": "trunk"}
-_CAREFUL = {"optimiser": {"lr": 3e-4}}  # for drafters that have had a warm-up
-METHODS: dict[str, dict[str, Any]] = {
-    "sft": {**_FIXED, "objective": {"kind": "ce"}},
-    "off-policy-kl": {**_FIXED, "objective": {"kind": "forward_kl"}},
-    "overlap": {**_FIXED, "objective": {"kind": "e2e_tv"}, **_CAREFUL},
-    "specopd": {**_FIXED, "proposals": "sampled", "objective": {"kind": "e2e_tv"}, **_CAREFUL},
-    "draft-opd": {
-        "trunks": "rollout",
-        "anchors": "rollout",
-        "proposals": "recorded",
-        "objective": {"kind": "draft_opd"},
-        **_CAREFUL,
-    },
-    "custom": {},
-}
-
-
-def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Return `base` with `over` laid upon it, section by section."""
-    out = dict(base)
-    for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(out.get(key), dict)
-        out[key] = merged(out[key], value) if both else value
-    return out

@@ -69,6 +69,11 @@ class Trunk:
         return sum(self.mask)
 
     @property
+    def answered(self) -> tuple[int, ...]:
+        """The supervised tokens."""
+        return tuple(token for token, mine in zip(self.tokens, self.mask, strict=True) if mine)
+
+    @property
     def prompt(self) -> tuple[int, ...]:
         """The tokens before the first response."""
         return self.tokens[: self.first]

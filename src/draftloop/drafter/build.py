@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,22 @@ def new_drafter(spec: DrafterSpec, target: Any, seed: int = 0) -> Any:
             parameter.copy_((normal * scale).view_as(parameter))
         drafter.settle(target)
     return drafter.to(target.device).bind(target.embed, target.readout)
+
+
+def meet_answers(drafter: Any, answers: Iterable[Sequence[int]], target: Any) -> None:
+    """Let a new drafter settle what depends on the answers that it will learn from (a reduced vocabulary).
+
+    Args:
+        drafter: of `new_drafter`; most families have nothing to settle.
+        answers: token ids of each, prompts left out.
+        target: a `Target`.
+    """
+    if not hasattr(drafter, "meet"):
+        return
+    counts = torch.zeros(target.vocab_size, dtype=torch.int64)
+    for ids in answers:
+        counts += torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=target.vocab_size)
+    drafter.meet(counts, target)
 
 
 def for_decoding(drafter: Any, target: Any) -> Any:

@@ -58,3 +58,61 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     return flex(query, key, value, mask)
+
+
+def chain_rule(anchor: Tensor, owner: Tensor, row: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Chain q of row `row` sees slots 1 to anchor - 1 of context (owner -1), and behind them what it owns."""
+    return torch.where(owner[k] < 0, (k > 0) & (k < anchor[row, q]), owner[k] == q)
+
+
+def attend_chain(
+    query: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], anchor: Tensor, seen: Tensor | None
+) -> Tensor:
+    """Attention of N chains a row over the context below their anchors and each over its own slots, in one softmax.
+
+    Args:
+        query: [b, heads, N, d].
+        context: keys and values [b, kv heads, C, d]; slot 0 is never seen.
+        own: keys and values [b, kv heads, N, J, d].
+        anchor: int64 [b, N].
+        seen: bool [J], which of the own ones count; None = all, which on CUDA takes FlexAttention.
+
+    Returns:
+        [b, heads, N, d].
+    """
+    if torch.is_autocast_enabled(query.device.type):
+        kind = torch.get_autocast_dtype(query.device.type)
+        query = query.to(kind)
+        context, own = ((pair[0].to(kind), pair[1].to(kind)) for pair in (context, own))
+    if seen is None and query.is_cuda:
+        return _flex_chain(query, context, own, anchor)
+    b, heads, n, d = query.shape
+    kv, length = context[0].shape[1:3]
+    grouped = query.view(b, kv, heads // kv, n, d)  # the heads that share keys go into the length: none is copied
+    far = (grouped.flatten(2, 3) @ context[0].to(query.dtype).transpose(-1, -2)).unflatten(2, (-1, n))
+    near = torch.einsum("bhgnd,bhnjd->bhgnj", grouped, own[0])
+    place = torch.arange(length, device=anchor.device)
+    visible = (place > 0) & (place < anchor.unsqueeze(-1))
+    there = torch.ones(near.shape[-1], dtype=torch.bool, device=anchor.device) if seen is None else seen
+    mask = torch.cat([visible, there.expand(b, n, -1)], -1)[:, None, None]
+    scores = torch.cat([far, near], -1) / d**0.5
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    weight = scores.masked_fill(~mask, float("-inf")).softmax(-1).to(query.dtype)
+    far = (weight[..., :length].flatten(2, 3) @ context[1].to(query.dtype)).unflatten(2, (-1, n))
+    near = torch.einsum("bhgnj,bhnjd->bhgnd", weight[..., length:], own[1])
+    return (far + near).flatten(1, 2)
+
+
+def _flex_chain(query: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], anchor: Tensor) -> Tensor:
+    """The same by blocks: slot by slot, so that few blocks of the chains' own keys hold anything."""
+    b, _, n, _ = query.shape
+    length, slots = context[0].shape[2], own[0].shape[3]
+    key, value = (
+        torch.cat([far, near.transpose(2, 3).flatten(2, 3)], 2) for far, near in zip(context, own, strict=True)
+    )
+    owner = torch.cat([anchor.new_full((length,), -1), torch.arange(n, device=anchor.device).repeat(slots)])
+
+    def see(row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return chain_rule(anchor, owner, row, q, k)
+
+    return flex(query, key, value, flex_mask(see, b, n, length + n * slots, anchor.device))

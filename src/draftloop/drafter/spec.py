@@ -18,6 +18,7 @@ from torch import Tensor
 from draftloop.core.errors import InputError
 from draftloop.recipe import DrafterPart
 
+DEPTH = 2  # layers of a drafter where neither recipe nor family says
 LEARNED = "learned"  # what drafter.mask_token says for a learned mask vector
 
 
@@ -216,13 +217,14 @@ def left_alone(rows: Tensor) -> Tensor:
     return (unit @ unit.T).fill_diagonal_(-1.0).amax(-1) > 0.999
 
 
-def shape_for(part: DrafterPart, target: Any, layers: tuple[int, ...]) -> dict[str, Any]:
+def shape_for(part: DrafterPart, target: Any, layers: tuple[int, ...], depth: int = DEPTH) -> dict[str, Any]:
     """The fields of `DrafterSpec` that a recipe's drafter section means for a target.
 
     Args:
         part: the section.
         target: a `Target`, read by its public attributes.
         layers: target layers to read where the section names none.
+        depth: layers of the drafter where the section names none.
 
     Raises:
         InputError: the section asks for something that the target does not have.
@@ -247,7 +249,7 @@ def shape_for(part: DrafterPart, target: Any, layers: tuple[int, ...]) -> dict[s
     rope = getattr(config, "rope_parameters", None) or {}
     return {
         "hidden_size": target.hidden_size,
-        "layers": part.layers,
+        "layers": part.layers or depth,
         "heads": heads,
         "kv_heads": part.kv_heads or getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": part.head_dim
@@ -270,7 +272,9 @@ def shape_for(part: DrafterPart, target: Any, layers: tuple[int, ...]) -> dict[s
 def dflash_spec(part: DrafterPart, target: Any) -> DFlashSpec:
     """The shape of a DFlash drafter for a target; as `shape_for`."""
     layers = (
-        () if part.target_layers is not None else default_target_layers(target.num_layers, part.taps or part.layers)
+        ()
+        if part.target_layers is not None
+        else default_target_layers(target.num_layers, part.taps or part.layers or DEPTH)
     )
     return DFlashSpec(**shape_for(part, target, layers), **mask_for(part, target))
 

@@ -11,12 +11,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from draftloop.core.version import VERSION
+from draftloop.drafter.eagle3 import Eagle3Spec
 from draftloop.drafter.families import FAMILIES
 from draftloop.drafter.spec import DFlashSpec, DrafterSpec
 from draftloop.formats.history import History
 from draftloop.formats.serving import TITLES, Engine, Form
 
-_FORMS: dict[Form, str] = {"zlab": "z-lab's form (DFlashDraftModel)", "speculators": "speculators' form"}
+_FORMS: dict[Form, str] = {
+    "zlab": "z-lab's form (DFlashDraftModel)",
+    "eagle3": "LlamaForCausalLMEagle3, as both engines load it",
+    "speculators": "speculators' form",
+}
 
 
 def model_card(
@@ -46,7 +51,7 @@ def model_card(
     """
     taps = ", ".join(str(layer) for layer in spec.target_layers)
     lines = [
-        *_front_matter(target),
+        *_front_matter(target, spec.family),
         f"# {name}",
         "",
         f"A {FAMILIES[spec.family].title} drafter for `{target}`: a small model that drafts {spec.drafted} tokens at a"
@@ -59,8 +64,9 @@ def model_card(
         f"| Block | {spec.block_size} slots: the last token and {spec.drafted} drafted ones |",
         f"| Target layers read | {taps} (0-based, the output of each) |",
         *_mask(spec),
+        *_vocabulary(spec),
         f"| Layers | {spec.layers} |",
-        f"| Parameters | {parameters:,} ({dtype}), without embedding and readout: the target's are used |",
+        f"| Parameters | {parameters:,} ({dtype}), without {_borrowed(spec)}: the target's are used |",
         f"| Form | {_FORMS[form]} |",
         f"| Made by | draftloop {VERSION} |",
         "",
@@ -82,10 +88,10 @@ def model_card(
     return "\n".join(lines)
 
 
-def _front_matter(target: str) -> list[str]:
+def _front_matter(target: str, family: str) -> list[str]:
     hub_id = target.count("/") == 1 and not target.startswith((".", "/", "~")) and not Path(target).exists()
     base = [f"base_model: {json.dumps(target)}"] if hub_id else []
-    return ["---", *base, "library_name: draftloop", "tags:", "- speculative-decoding", "- dflash", "---", ""]
+    return ["---", *base, "library_name: draftloop", "tags:", "- speculative-decoding", f"- {family}", "---", ""]
 
 
 def _training(history: History | None) -> list[str]:
@@ -119,3 +125,14 @@ def _mask(spec: DrafterSpec) -> list[str]:
         return []
     learned = f"a learned vector (mask_embedding.pt; token {spec.mask_token_id} stands in for it)"
     return [f"| Drafted slots hold | {learned if spec.learned_mask else f'token {spec.mask_token_id}'} |"]
+
+
+def _vocabulary(spec: DrafterSpec) -> list[str]:
+    if not isinstance(spec, Eagle3Spec) or not spec.reduced:
+        return []
+    return [f"| Drafts | {spec.draft_vocab:,} of the target's {spec.vocab_size:,} tokens |"]
+
+
+def _borrowed(spec: DrafterSpec) -> str:
+    own = isinstance(spec, Eagle3Spec) and spec.draft_vocab is not None
+    return "embedding" if own else "embedding and readout"

@@ -124,7 +124,7 @@ def export(
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         stage = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}.", suffix=".part"))
-        write_tensors(stage / WEIGHTS, tensors)
+        write_tensors(stage / WEIGHTS, writer.named(form, tensors))
         mask = None
         if vector is not None:
             write_engine_mask(stage / ENGINE_MASK, vector, spec.mask_token_id)
@@ -138,7 +138,7 @@ def export(
             target=target,
             form=form,
             dtype=kind,
-            parameters=sum(tensor.numel() for tensor in tensors.values()),
+            parameters=sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point()),
             commands=commands,
             notes=notes,
             history=history,

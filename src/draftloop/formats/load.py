@@ -7,6 +7,7 @@ through its public attributes.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import warnings
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from draftloop.core.files import sha256_file
 from draftloop.core.weights import check_folder
 from draftloop.drafter.families import FAMILIES
 from draftloop.drafter.spec import DFlashSpec, DrafterSpec, check_fits
-from draftloop.formats import speculators, zlab_config
+from draftloop.formats import eagle3, eagle3_tensors, speculators, zlab_config
 from draftloop.formats.bundled_drafter import named_folder
 from draftloop.formats.mask_vector import ENGINE_MASK, MASK, read_mask
 from draftloop.formats.tensors import AGAIN, VECTOR, read_published
@@ -48,17 +49,20 @@ class Reader:
 
 
 READERS = (
+    Reader(eagle3.FORM, eagle3.claims, eagle3.spec_of, eagle3_tensors.read_published),
+    Reader("speculators", eagle3.claims_speculators, eagle3.speculators_spec_of, eagle3_tensors.read_published),
     Reader("speculators", speculators.claims, speculators.spec_of, read_published),
     Reader("zlab", zlab_config.claims, zlab_config.spec_of, read_published),
 )
 
 _RUN = "run.json"  # only a run directory has one
 
-# A mark in an architecture or in speculators_model_type, whose drafter that is, and what we would need to read it.
+# A mark (regular expression) in an architecture or in speculators_model_type, whose drafter that is, and what we would
+# need to read it.
 _OTHERS = (
     ("peagle", "a P-EAGLE drafter", "an EAGLE-3 layer that drafts in parallel"),
-    ("eagle3", "an EAGLE-3 drafter", "a layer that reads its own output, token by token"),
-    ("eagle", "an EAGLE drafter", "a layer that reads its own output, token by token"),
+    ("eagle3qwen", "an EAGLE-3 drafter of a Qwen3 layer", "its normed heads"),
+    ("eagle(?!3)", "an EAGLE drafter", "a layer that reads its own output, token by token"),
     ("dspark", "a DSpark drafter", "its Markov head and its confidence head"),
     ("dflash2", "a DFlash 2 drafter", "its convolutions and its candidate selector"),
     ("xpress", "an XPress drafter", "its layers"),
@@ -119,7 +123,9 @@ def load_drafter(path: str | os.PathLike[str], target: Any = None, *, dtype: tor
     with torch.device("meta"):  # shapes only: nothing is initialised to be thrown away
         drafter = FAMILIES[spec.family].build(spec)
     # copied off the file, which is mapped: were it cut short later, touching a weight would kill the process
-    drafter.load_state_dict({name: tensor.to(kind, copy=True) for name, tensor in tensors.items()}, assign=True)
+    drafter.load_state_dict(
+        {n: t.to(kind if t.is_floating_point() else t.dtype, copy=True) for n, t in tensors.items()}, assign=True
+    )
     if target is None:
         return drafter
     known = spec.made_for.get("target_fingerprint")
@@ -144,7 +150,7 @@ def reader_for(config: dict[str, Any], where: Path) -> Reader:
     algorithm = model if isinstance(model, str) else ""
     for mark, kind, missing in _OTHERS:
         for name in (algorithm, *names):
-            if mark in name.lower():
+            if re.search(mark, name.lower()):
                 _refuse(f"this is {kind} ({name}), which is not read yet: it needs {missing}", where)
     for reader in READERS:
         if reader.claims(config):
@@ -168,4 +174,4 @@ def _check_pair(config: dict[str, Any], folder: Path) -> None:
 
 
 def _refuse(what: str, where: Path) -> NoReturn:
-    raise InputError(what, where=str(where), fix="Use a DFlash checkpoint in z-lab's or in speculators' form.")
+    raise InputError(what, where=str(where), fix="Use a DFlash or an EAGLE-3 checkpoint.")

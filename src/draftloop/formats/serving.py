@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from draftloop.core.errors import InputError
+from draftloop.drafter.eagle3 import Eagle3Spec
 from draftloop.drafter.spec import DrafterSpec, has_learned_mask
 from draftloop.formats.writers import writer_of
 
@@ -44,16 +45,20 @@ def serve_command(
         folder: the exported drafter.
         spec: its spec; K = block size - 1 tokens are drafted.
         probabilistic: above temperature 0 drafts are drawn from the drafter's law, not its argmax. That is what a
-            drafter trained for overlap is good at. vLLM only: SGLang has no flag for it with DFlash, its
-            `--speculative-use-rejection-sampling` being for EAGLE alone.
+            drafter trained for overlap is good at. SGLang has a flag for it with EAGLE-3 alone.
         extra: more arguments, at the end.
 
     Returns:
         program and arguments; `shlex.join` makes a shell line of them.
     """
     if engine == "sglang":
-        drafting = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(folder)]
-        return plain_command(engine, target, [*drafting, *extra])
+        where = ["--speculative-draft-model-path", str(folder)]
+        if isinstance(spec, Eagle3Spec):
+            chain = ["--speculative-num-steps", str(spec.drafted), "--speculative-eagle-topk", "1"]
+            chain += ["--speculative-num-draft-tokens", str(spec.drafted + 1)]  # the anchor's counted
+            chain += ["--speculative-use-rejection-sampling"] if probabilistic else []
+            return plain_command(engine, target, ["--speculative-algorithm", "EAGLE3", *where, *chain, *extra])
+        return plain_command(engine, target, ["--speculative-algorithm", "DFLASH", *where, *extra])
     config: dict[str, str | int] = {
         "method": writer_of(spec)[0].method,  # always said, for it is otherwise guessed from the path's name
         "model": str(folder),
@@ -75,7 +80,15 @@ def check_served(engine: Engine, form: Form, spec: DrafterSpec) -> None:
     fix = "Export for vLLM alone (--for vllm)"
     if form == "speculators":
         raise InputError(
-            "SGLang does not read the speculators form", where="--form", fix=f"{fix}, or in z-lab's form (--form zlab)."
+            "SGLang does not read the speculators form",
+            where="--form",
+            fix=f"{fix}, or in the other form (--form {next(iter(writer_of(spec)[0].configs))}).",
+        )
+    if isinstance(spec, Eagle3Spec) and (spec.norm_before_residual or len(spec.target_layers) != 3):
+        raise InputError(
+            "SGLang reads EAGLE-3 drafters of three target layers and raw states only",
+            where="--for",
+            fix=f"{fix}, or train one of that kind.",
         )
     if has_learned_mask(spec):
         raise InputError(
@@ -89,7 +102,7 @@ def check_served(engine: Engine, form: Form, spec: DrafterSpec) -> None:
 def caveats(engine: Engine, spec: DrafterSpec, probabilistic: bool) -> list[str]:
     """What somebody who serves should know, as sentences; often none."""
     said = []
-    if engine == "sglang" and probabilistic:
+    if engine == "sglang" and probabilistic and not isinstance(spec, Eagle3Spec):
         said.append(
             "SGLang drafts the argmax at every temperature, so what training for overlap gained is paid only by vLLM."
         )

@@ -76,7 +76,15 @@ def tensors_of(drafter: DFlash, dtype: torch.dtype, where: Path) -> tuple[dict[s
     Raises:
         InputError: a tensor holds NaN or infinity in `dtype`.
     """
-    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in drafter.state_dict().items()}
+    state = drafter.state_dict().items()
+    tensors = finite({name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in state}, where)
+    vector = tensors.pop(VECTOR, None)
+    check_published({name: Stored(tuple(t.shape), "F32") for name, t in tensors.items()}, drafter.spec, where)
+    return tensors, vector
+
+
+def finite(tensors: dict[str, Tensor], where: Path) -> dict[str, Tensor]:
+    """The same, refused where one holds NaN or infinity."""
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
             raise InputError(
@@ -84,9 +92,7 @@ def tensors_of(drafter: DFlash, dtype: torch.dtype, where: Path) -> tuple[dict[s
                 where=str(where),
                 fix="Go back to an earlier checkpoint and lower the learning rate.",
             )
-    vector = tensors.pop(VECTOR, None)
-    check_published({name: Stored(tuple(t.shape), "F32") for name, t in tensors.items()}, drafter.spec, where)
-    return tensors, vector
+    return tensors
 
 
 def read_published(files: list[Path], spec: DFlashSpec, folder: Path, target: Any = None) -> dict[str, Tensor]:
@@ -114,9 +120,9 @@ def read_published(files: list[Path], spec: DFlashSpec, folder: Path, target: An
                 where=str(folder),
                 fix="Load it together with its target, so that the two can be compared.",
             )
-    tensors = {_bare(name): tensor for file in files for name, tensor in read_tensors(file).items()}
+    tensors = {bare(name): tensor for file in files for name, tensor in read_tensors(file).items()}
     for name in borrowed:
-        _check_copy(name, tensors.pop(name), target, folder)
+        check_copy(name, tensors.pop(name), target, folder)
     return tensors
 
 
@@ -128,9 +134,9 @@ def header(file: Path) -> dict[str, Stored]:
             entries = {name: Stored(tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
     except (SafetensorError, OSError) as error:
         raise InputError(f"the weight file cannot be read ({error})", where=str(file), fix=AGAIN) from error
-    if len({_bare(name) for name in entries}) < len(entries):
+    if len({bare(name) for name in entries}) < len(entries):
         raise InputError("a tensor is stored twice, with and without the prefix model.", where=str(file), fix=AGAIN)
-    return {_bare(name): entry for name, entry in entries.items()}
+    return {bare(name): entry for name, entry in entries.items()}
 
 
 def check_published(stored: dict[str, Stored], spec: DFlashSpec, folder: Path) -> None:
@@ -169,11 +175,12 @@ def check_kind(name: str, entry: Stored, folder: Path) -> None:
         )
 
 
-def _bare(name: str) -> str:
+def bare(name: str) -> str:
+    """A tensor's name without the prefix that some savers give."""
     return name.removeprefix("model.")
 
 
-def _check_copy(name: str, copy: Tensor, target: Any, folder: Path) -> None:
+def check_copy(name: str, copy: Tensor, target: Any, folder: Path) -> None:
     """Demand that a stored embedding or readout is the target's own, for the target's is what we use."""
     own = target.readout.weight if name.startswith("lm_head") else target.model.get_input_embeddings().weight
     if copy.shape != own.shape or not torch.equal(copy.to(own.device, own.dtype), own):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftloop.core.errors import InputError
 from draftloop.drafter.spec import DrafterSpec
-from draftloop.formats import speculators, zlab_config
+from draftloop.formats import eagle3, eagle3_tensors, speculators, zlab_config
 from draftloop.formats.tensors import tensors_of
 
 
@@ -50,11 +50,18 @@ class Writer:
         tensors: (drafter, dtype, folder for errors) -> published tensors by name, and the learned mask vector or None.
         configs: (spec, facts) -> config.json, for each form; the first is what `save_drafter` writes.
         method: what vLLM calls the family (`speculative_config.method`).
+        renamed: for a form that names tensors otherwise, how a name begins there and in `tensors`.
     """
 
     tensors: Callable[[Any, torch.dtype, Path], tuple[dict[str, Tensor], Tensor | None]]
     configs: dict[str, Callable[[Any, Facts], dict[str, Any]]]
     method: str
+    renamed: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def named(self, form: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors as the form names them."""
+        theirs, ours = self.renamed.get(form, ("", ""))
+        return {theirs + n.removeprefix(ours) if n.startswith(ours) else n: t for n, t in tensors.items()}
 
 
 def _zlab(spec: Any, facts: Facts) -> dict[str, Any]:
@@ -75,6 +82,12 @@ def _speculators(spec: Any, facts: Facts) -> dict[str, Any]:
 
 WRITERS: dict[str, Writer] = {
     "dflash": Writer(tensors_of, {"zlab": _zlab, "speculators": _speculators}, "dflash"),
+    "eagle3": Writer(
+        eagle3_tensors.tensors_of,
+        {eagle3.FORM: eagle3.config_of, "speculators": eagle3.speculators_of},
+        "eagle3",
+        {eagle3.FORM: eagle3_tensors.OLD},
+    ),
 }
 
 

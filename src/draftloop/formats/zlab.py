@@ -65,7 +65,7 @@ def save_drafter(
         place.parent.mkdir(parents=True, exist_ok=True)
         # beside a new folder, but inside an old one: its parent may be another file system, or not ours to write
         stage = Path(tempfile.mkdtemp(dir=place.parent if fresh else place, prefix=f".{place.name}.", suffix=".part"))
-        write_tensors(stage / WEIGHTS, tensors)
+        write_tensors(stage / WEIGHTS, writer.named(form, tensors))
         weights, mask = sha256_file(stage / WEIGHTS), None
         if vector is not None:
             write_tensors(stage / MASK, {VECTOR: vector})

@@ -19,7 +19,7 @@ import torch
 
 from draftloop.core.errors import InputError
 from draftloop.core.version import VERSION
-from draftloop.drafter.spec import DFlashSpec
+from draftloop.drafter.spec import DFlashSpec, DrafterSpec
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlashQwen3ForCausalLM")  # the published name, and vLLM's for the same
 SCHEMA = 1  # of the `draftloop` key
@@ -88,7 +88,7 @@ def config_of(
     }
 
 
-def layer_keys(spec: DFlashSpec) -> dict[str, Any]:
+def layer_keys(spec: DrafterSpec) -> dict[str, Any]:
     """The keys of a Qwen3 configuration that describe the drafter's layers, the same in every form."""
     return {
         "model_type": "qwen3",
@@ -180,15 +180,13 @@ def spec_of(config: dict[str, Any], where: Path, *, num_target_layers: int | Non
             where,
             _TRAINED_WITH,
         )
-    _check_plain(config, _PLAIN, "", where)
-    _check_plain(nested, _PLAIN_NESTED, "dflash_config.", where)
+    check_plain(config, _PLAIN, "", where)
+    check_plain(nested, _PLAIN_NESTED, "dflash_config.", where)
     for key in sorted(set(nested) - set(_PLAIN_NESTED) - _READ_NESTED - _INERT_NESTED):
         if nested[key] is not None and nested[key] is not False:
             _refuse(f"the key dflash_config.{key} is unknown and may change what is drafted", where, _PUBLISHED)
-    layers, hidden, vocab = (
-        _count(config.get(k), k, where) for k in ("num_hidden_layers", "hidden_size", "vocab_size")
-    )
-    _check_attention(config, layers, where)
+    layers, hidden, vocab = (count(config.get(k), k, where) for k in ("num_hidden_layers", "hidden_size", "vocab_size"))
+    check_attention(config, layers, where)
     for key, size, meaning in (
         ("draft_vocab_size", vocab, "a reduced vocabulary"),
         ("target_hidden_size", hidden, "a target of another width"),
@@ -196,9 +194,9 @@ def spec_of(config: dict[str, Any], where: Path, *, num_target_layers: int | Non
         if config.get(key) not in (None, size):
             _refuse(f"{key} is {config[key]}, and a drafter with {meaning} is not read yet", where, _PUBLISHED)
     depth = _either(config, nested, "num_target_layers", where)
-    depth = _count(num_target_layers if depth is None else depth, "num_target_layers", where)
+    depth = count(num_target_layers if depth is None else depth, "num_target_layers", where)
     mask = _either(config, nested, "mask_token_id", where)
-    taps = _target_layers(_either(config, nested, "target_layer_ids", where), depth, where)
+    taps = target_layers(_either(config, nested, "target_layer_ids", where), depth, where)
     counted = config.get("eagle_aux_hidden_state_layer_ids")  # vLLM would believe this one: it counts from 1
     if counted is not None and counted != [layer + 1 for layer in taps]:
         _refuse(
@@ -210,28 +208,29 @@ def spec_of(config: dict[str, Any], where: Path, *, num_target_layers: int | Non
         return DFlashSpec(
             hidden_size=hidden,
             layers=layers,
-            heads=_count(config.get("num_attention_heads"), "num_attention_heads", where),
-            kv_heads=_count(config.get("num_key_value_heads"), "num_key_value_heads", where),
-            head_dim=_count(config.get("head_dim"), "head_dim", where),
-            intermediate_size=_count(config.get("intermediate_size"), "intermediate_size", where),
+            heads=count(config.get("num_attention_heads"), "num_attention_heads", where),
+            kv_heads=count(config.get("num_key_value_heads"), "num_key_value_heads", where),
+            head_dim=count(config.get("head_dim"), "head_dim", where),
+            intermediate_size=count(config.get("intermediate_size"), "intermediate_size", where),
             vocab_size=vocab,
             num_target_layers=depth,
             target_layers=taps,
-            block_size=_count(_either(config, nested, "block_size", where), "block_size", where),
-            mask_token_id=_count(mask, "mask_token_id", where, least=0),
-            rope_theta=_rope_theta(config, where),
-            norm_eps=_positive(config.get("rms_norm_eps"), "rms_norm_eps", where),
-            max_positions=_count(config.get("max_position_embeddings"), "max_position_embeddings", where),
-            made_for=_made_for(config, where),
+            block_size=count(_either(config, nested, "block_size", where), "block_size", where),
+            mask_token_id=count(mask, "mask_token_id", where, least=0),
+            rope_theta=rope_base(config, where),
+            norm_eps=positive(config.get("rms_norm_eps"), "rms_norm_eps", where),
+            max_positions=count(config.get("max_position_embeddings"), "max_position_embeddings", where),
+            made_for=made_for(config, where),
             learned_mask=_learned_mask(config, where),
         )
     except InputError as error:  # the spec knows what is wrong, but not in which file
         raise InputError(error.what, where=error.where or str(where), fix=error.fix) from error
 
 
-def _check_plain(
+def check_plain(
     values: dict[str, Any], plain: dict[str, tuple[tuple[Any, ...], str]], prefix: str, where: Path
 ) -> None:
+    """Refuse a key whose value changes what is computed; `plain` says which do not, and what others mean."""
     for key, (harmless, meaning) in plain.items():
         value = values.get(key)
         if value is not None and value not in harmless:
@@ -239,7 +238,7 @@ def _check_plain(
             _refuse(f"{prefix}{key} is {shown}, and a drafter with {meaning} is not read yet", where, _PUBLISHED)
 
 
-def _check_attention(config: dict[str, Any], layers: int, where: Path) -> None:
+def check_attention(config: dict[str, Any], layers: int, where: Path) -> None:
     """Every layer must attend fully; without `layer_types`, transformers lets the sliding window decide."""
     types = config.get("layer_types")
     if types is None:
@@ -253,7 +252,7 @@ def _check_attention(config: dict[str, Any], layers: int, where: Path) -> None:
         _refuse(f"layer_types holds {others[0]}, and only full_attention is read yet", where, _PUBLISHED)
 
 
-def _rope_theta(config: dict[str, Any], where: Path) -> float:
+def rope_base(config: dict[str, Any], where: Path) -> float:
     """Read the base of plain rotary positions from whichever of its places is filled."""
     found = {"rope_theta": config.get("rope_theta")}
     for group in ("rope_parameters", "rope_scaling"):
@@ -264,7 +263,7 @@ def _rope_theta(config: dict[str, Any], where: Path) -> float:
             if key != "rope_theta" and value is not None and value != _INERT_ROPE.get(key):
                 _refuse(f"{group}.{key} is set, and only plain rotary positions are read yet", where, _PUBLISHED)
         found[f"{group}.rope_theta"] = inner.get("rope_theta")
-    bases = {key: _positive(value, key, where) for key, value in found.items() if value is not None}
+    bases = {key: positive(value, key, where) for key, value in found.items() if value is not None}
     if not bases:
         _refuse("the key rope_theta is missing", where, _MEND)
     if len(set(bases.values())) > 1:
@@ -273,7 +272,7 @@ def _rope_theta(config: dict[str, Any], where: Path) -> float:
     return next(iter(bases.values()))
 
 
-def _target_layers(value: Any, depth: int, where: Path) -> tuple[int, ...]:
+def target_layers(value: Any, depth: int, where: Path) -> tuple[int, ...]:
     """Strictly ascending, for engines sort the layers that they tap and so permute `fc` in silence."""
     if not isinstance(value, list) or not value or not all(type(layer) is int for layer in value):
         _refuse("the key target_layer_ids is missing or no list of layer numbers", where, _MEND)
@@ -284,7 +283,7 @@ def _target_layers(value: Any, depth: int, where: Path) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _made_for(config: dict[str, Any], where: Path) -> dict[str, Any]:
+def made_for(config: dict[str, Any], where: Path) -> dict[str, Any]:
     """Read what the drafter was trained for, where we saved it; nothing for published checkpoints."""
     ours = config.get("draftloop") or {}
     made_for = ours.get("made_for") or {} if isinstance(ours, dict) else None
@@ -312,7 +311,8 @@ def _either(config: dict[str, Any], nested: dict[str, Any], key: str, where: Pat
     return inner if outer is None else outer
 
 
-def _count(value: Any, key: str, where: Path, least: int = 1) -> int:
+def count(value: Any, key: str, where: Path, least: int = 1) -> int:
+    """A whole number of at least `least`."""
     if value is None:
         _refuse(f"the key {key} is missing", where, _MEND)
     if type(value) is not int or value < least:
@@ -320,7 +320,8 @@ def _count(value: Any, key: str, where: Path, least: int = 1) -> int:
     return value
 
 
-def _positive(value: Any, key: str, where: Path) -> float:
+def positive(value: Any, key: str, where: Path) -> float:
+    """A positive number."""
     if value is None:
         _refuse(f"the key {key} is missing", where, _MEND)
     if type(value) not in (int, float) or not 0 < value <= 1e300 or math.isnan(value):

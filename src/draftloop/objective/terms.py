@@ -101,24 +101,26 @@ def terms(objective: ObjectivePart, blocks: Blocks, known: Tensor | None = None)
     Args:
         objective: what is minimised.
         blocks: on what.
-        known: bool [N, K], positions whose label `ce_weight` may use; default: every valid one.
+        known: bool [N, K], positions whose label is known and can be said by the drafter, the only ones that a `ce`
+            counts; default: every valid one.
     """
+    labelled = blocks.valid if known is None else blocks.valid & known
     k = blocks.position.double()  # [1, K]
     static = torch.exp(-(k - 1) / objective.decay)
     if objective.kind == "tv" or objective.kind == "nla" or objective.kind == "e2e_tv":
         asked = [_overlap_term(objective, blocks, static)]
         if objective.ce_weight > 0:
-            labelled = blocks.valid if known is None else blocks.valid & known
             asked.append(Term("ce", "ce", _weight(labelled, static), share=objective.ce_weight, group="ce"))
         return asked
     if objective.kind != "draft_opd":
-        return [Term(objective.kind, objective.kind, _weight(blocks.valid, static), share=1.0, group="all")]
+        there = labelled if objective.kind == "ce" else blocks.valid
+        return [Term(objective.kind, objective.kind, _weight(there, static), share=1.0, group="all")]
     accepted, rejected = split(blocks)
     if objective.correction:
         accepted = accepted | blocks.first_rejected
     if objective.first_rejected_only:
         rejected = blocks.first_rejected
-    plain = _weight(accepted, torch.ones_like(k))
+    plain = _weight(accepted & labelled if objective.accepted == "ce" else accepted, torch.ones_like(k))
     if objective.rejected == "none":
         return [Term("accepted", objective.accepted, plain, share=1.0, group="accepted")]
     decayed = _weight(rejected, objective.gamma ** (k - 1))

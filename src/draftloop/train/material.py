@@ -28,7 +28,7 @@ from draftloop.core.ranks import Ranks, launched
 from draftloop.core.version import VERSION
 from draftloop.data.overlap import Overlap, ngram_overlap
 from draftloop.data.prompts import Prompt, read_prompts, split
-from draftloop.drafter.build import new_drafter
+from draftloop.drafter.build import meet_answers, new_drafter
 from draftloop.drafter.families import spec_for
 from draftloop.formats.load import load_drafter
 from draftloop.objective.fused import why_eager
@@ -244,6 +244,8 @@ def gather(recipe: Recipe, folder: Path, *, new: bool, quiet: bool = False, rank
         prepared = ranks.once(
             lambda: {name: answer_split(recipe, target, prompts[name], name, folder, quiet=quiet) for name in SPLITS}
         )
+        if not recipe.drafter.init:
+            meet_answers(drafter, (trunk.answered for trunk in prepared["train"].trunks), target)
         keep = any(stage.branch.state == "keep" for stage in recipe.stages)
         store = FeatureStore(
             target,
