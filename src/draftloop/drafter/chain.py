@@ -146,7 +146,7 @@ class ChainDrafter(nn.Module):
         compiled: the methods that a round of decoding calls, tensors in and tensors out.
     """
 
-    compiled = ("extend", "advance")
+    compiled: tuple[str, ...] = ("extend", "advance")
 
     spec: Any
 

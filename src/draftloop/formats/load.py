@@ -23,6 +23,7 @@ from draftloop.core.errors import InputError
 from draftloop.core.files import sha256_file
 from draftloop.core.weights import check_folder
 from draftloop.drafter.families import FAMILIES
+from draftloop.drafter.mtp import MTPSpec
 from draftloop.drafter.spec import DFlashSpec, DrafterSpec, check_fits
 from draftloop.formats import eagle3, eagle3_tensors, mtp, speculators, zlab_config
 from draftloop.formats.bundled_drafter import named_folder
@@ -121,7 +122,7 @@ def load_drafter(
     spec = reader.spec_of(config, folder / CONFIG, num_target_layers=None if target is None else target.num_layers)
     if target is not None:
         check_fits(spec, target, str(folder))
-    if reader.form == mtp.NATIVE:
+    if reader.form == mtp.NATIVE and isinstance(spec, MTPSpec):
         spec = mtp.settled(spec, target, block_size)
     vector = read_mask(spec, folder) if isinstance(spec, DFlashSpec) else None
     files = [file for file in sorted(folder.glob("*.safetensors")) if file.name != MASK]
