@@ -15,9 +15,8 @@ from draftloop.drafter import host
 from draftloop.drafter.build import for_decoding
 from draftloop.drafter.families import spec_for
 from draftloop.formats.load import load_drafter
-from draftloop.recipe import DrafterPart, StagePart
+from draftloop.recipe import DrafterPart, RolloutPart, StagePart
 from draftloop.supervise.lesson import FeatureStore, Lesson
-from draftloop.recipe import RolloutPart
 from draftloop.supervise.rollout import roll_out
 from tests.lessons import greedy_trunks, prompts, train
 from tests.mtp_tiny import NATIVE, mtp_drafter, mtp_target, native_folder, native_target
@@ -134,7 +133,9 @@ def test_a_native_head_drafts_what_transformers_head_drafts(kind, tmp_path, monk
     for wrong in (
         lambda q, far, near, anchor, seen, scale: true(q, far, near, anchor, seen, 2 * scale),
         lambda q, far, near, anchor, seen, scale: true(q, far, near, anchor - 1, seen, scale),
-        lambda q, far, near, anchor, seen, scale: true(q, far, tuple(t[:, :, :, -1:] for t in near), anchor, None, scale),
+        lambda q, far, near, anchor, seen, scale: true(
+            q, far, tuple(t[:, :, :, -1:] for t in near), anchor, None, scale
+        ),
     ):
         monkeypatch.setattr(host, "attend_chain", wrong)
         assert gap(ours(9), want[9]) > 1e-4
@@ -210,7 +211,7 @@ def test_no_leaks(target):
 # ---------------------------------------------------------------- decoding
 
 
-@pytest.mark.parametrize("way", ("greedy", "match"))
+@pytest.mark.parametrize("way", ["greedy", "match"])
 def test_decoding_is_lossless(target, way):
     asked = requests_of([2, 5, 9, 4], target.vocab_size, seed=2)
     options = Options(max_new_tokens=18, seed=4, **WAYS[way])
@@ -221,7 +222,7 @@ def test_decoding_is_lossless(target, way):
 
 
 @pytest.mark.parametrize("kind", DENSE)
-@pytest.mark.parametrize("way", ("greedy", "ratio"))
+@pytest.mark.parametrize("way", ["greedy", "ratio"])
 def test_the_engine_of_fixed_shapes_drafts_the_same(kind, way):
     target = mtp_target(kind)
     if target.why_not_fixed():
@@ -269,7 +270,7 @@ def test_experts_keep_the_eager_engine():
 # ---------------------------------------------------------------- training
 
 
-@pytest.mark.parametrize("kind", ("llama", "deepseek_v3"))
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
 def test_it_learns_the_targets_answers(kind):
     target = mtp_target(kind)
     trunks = greedy_trunks(target, prompts(3, 6, 4))
@@ -323,9 +324,9 @@ def test_sampling_from_it_and_scoring_it_agree(llama):
 # ---------------------------------------------------------------- shapes
 
 
-@pytest.mark.parametrize("key", ({"layers": 2}, {"target_layers": [1]}, {"mask_token": 3}, {"heads": 2}), ids=str)
+@pytest.mark.parametrize("key", [{"layers": 2}, {"target_layers": [1]}, {"mask_token": 3}, {"heads": 2}], ids=str)
 def test_what_means_nothing_for_it_is_refused(key):
-    with pytest.raises(ValueError, match="means nothing for mtp"):
+    with pytest.raises(ValueError, match="means nothing for family mtp"):
         DrafterPart(family="mtp", **key)
 
 
@@ -345,7 +346,10 @@ def test_attention_beyond_a_softmax_is_refused_rather_than_left_out(llama):
 
 def test_a_class_that_has_no_such_layer_is_refused(llama, monkeypatch):
     told = llama.model.config.to_dict()
-    for changes, words in (({"model_type": "no-such"}, "knows no model of type 'no-such'"), ({"model_type": "gpt2"}, "gpt2")):
+    for changes, words in (
+        ({"model_type": "no-such"}, "knows no model of type 'no-such'"),
+        ({"model_type": "gpt2"}, "gpt2"),
+    ):
         monkeypatch.setattr(llama.model.config, "to_dict", lambda changes=changes: {**told, **changes})
         with pytest.raises(InputError, match=words):
             spec_for(DrafterPart(family="mtp"), llama)

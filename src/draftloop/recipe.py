@@ -109,8 +109,9 @@ class DrafterPart(Part):
         "(multi-token prediction) likewise, in one layer of the target's own class behind its last",
     )
     init: str | None = Field(
-        None, description="a drafter directory, or `bundled`, to start from; the shape then comes from it; or `native`: the "
-        "multi-token-prediction head in the target's own checkpoint"
+        None,
+        description="a drafter directory, or `bundled`, to start from; the shape then comes from it; or `native`: the "
+        "multi-token-prediction head in the target's own checkpoint",
     )
     block_size: int = Field(8, ge=2, description="anchor slot + drafted slots: block_size - 1 tokens are drafted")
     layers: int | None = Field(None, ge=1, description="decoder layers of the drafter; default: dflash 2, eagle3 1")

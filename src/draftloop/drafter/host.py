@@ -205,4 +205,3 @@ def _base(config: Any) -> Any:
     from transformers import AutoModel
 
     return AutoModel.from_config(config)
-

@@ -36,6 +36,7 @@ SCHEMA = 1
 NATIVE = "native"  # says so where a drafter folder is asked for
 DEFAULT_BLOCK = 4  # of a native head, which knows of no block
 _MEND = "Save or copy the whole folder again."
+_NEW = "Train a new module (drafter.family: mtp, without drafter.init)."
 
 
 def claims(config: dict[str, Any]) -> bool:
@@ -114,8 +115,13 @@ def spec_of(config: dict[str, Any], where: Path, *, num_target_layers: int | Non
         ) from error
 
 
+def kind_of(spec: MTPSpec) -> str:
+    """The `model_type` of the target's decoder."""
+    return str(text_part(spec.target_config).model_type)
+
+
 def _scheme(spec: MTPSpec) -> Scheme:
-    return scheme_of(text_part(spec.target_config).model_type)
+    return scheme_of(kind_of(spec))
 
 
 def _state(spec: MTPSpec) -> dict[str, Tensor]:
@@ -166,14 +172,14 @@ def read_module(files: list[Path], spec: MTPSpec, folder: Path, target: Any = No
         raise InputError(
             "the checkpoint holds no multi-token-prediction tensors",
             where=str(folder),
-            fix="Train a new module (drafter.family: mtp, without drafter.init).",
+            fix=_NEW,
         )
     depth = modules(stored, layers)
     if depth > 1:
         raise InputError(
             f"the target has {depth} MTP modules, one for each depth, and only a single one can be run",
             where=str(folder),
-            fix="Train a new module (drafter.family: mtp, without drafter.init).",
+            fix=_NEW,
         )
     scheme: Scheme = "mtp" if any(name.startswith("mtp.") for name in stored) else "nextn"
     borrowed = [name for name in stored if any(name == f"layers.{layers}.{one}" for one in BORROWED)]
@@ -205,9 +211,7 @@ def _check(stored: Mapping[str, Stored], expected: Mapping[str, Tensor], folder:
         refuse(f"tensor {unexpected[0]}{more} is no part of an MTP module with a layer of this target's class")
     for name, tensor in expected.items():
         if stored[name].shape != tuple(tensor.shape):
-            refuse(
-                f"tensor {name} has shape {list(stored[name].shape)}, config.json promises {list(tensor.shape)}"
-            )
+            refuse(f"tensor {name} has shape {list(stored[name].shape)}, config.json promises {list(tensor.shape)}")
 
 
 def _read(place: Mapping[str, Path]) -> dict[str, Tensor]:
@@ -250,8 +254,14 @@ def native_folder(target: Any) -> Path:
     """Where the target's own checkpoint lies.
 
     Raises:
-        InputError: it came from no folder.
+        InputError: it came from no folder, or its class brings no head along that we know.
     """
+    if target.config.model_type not in SCHEMES:
+        raise InputError(
+            f"no checkpoint of a {target.config.model_type} is known to bring a multi-token-prediction head along",
+            where=target.name,
+            fix=_NEW,
+        )
     name = str(getattr(target.model.config, "_name_or_path", "") or getattr(target.model, "name_or_path", ""))
     folder = Path(name)
     if name and not folder.is_dir():

@@ -66,9 +66,7 @@ def modules(names: Iterable[str], layers: int) -> int:
     return max(depths, default=0) + 1
 
 
-def published(
-    state: dict[str, Tensor], scheme: Scheme, layers: int, *, fused: bool = False
-) -> dict[str, Tensor]:
+def published(state: dict[str, Tensor], scheme: Scheme, layers: int, *, fused: bool = False) -> dict[str, Tensor]:
     """The module's tensors by published names, experts one by one unless `fused`; on the meta device, for their shapes."""
     out: dict[str, Tensor] = {}
     for name, tensor in state.items():
