@@ -1,8 +1,9 @@
-"""One decoder layer of the target's own class, run as the layer of a chain: for drafters that are grafted onto a target.
+"""One decoder layer of the target's own class, run as the layer of a chain: for drafters grafted onto a target.
 
-The layer is transformers' own code, made from the target's configuration, so what it computes (gated or latent attention,
-experts, partial rotary positions, norms wherever they stand) is not written here again. Only what a query sees is ours:
-the layer hands our attention function queries, keys and values, and the plan of who sees what in the place of a mask.
+The layer is transformers' own code, made from the target's configuration, so what it computes (gated or latent
+attention, experts, partial rotary positions, norms wherever they stand) is not written here again. Only what a query
+sees is ours: the layer hands our attention function queries, keys and values, and the plan of who sees what in the
+place of a mask. The one file of this room that knows transformers.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class Host:
         return next((int(n) for name in names if (n := getattr(self.config, name, None))), 0)
 
     def keys_values(self, layer: nn.Module, x: Tensor, positions: Tensor) -> Pair:
-        """Inputs [b, t, H] at int64 [b, t] -> keys and values [b, kv heads, t, d]; what follows them is not computed."""
+        """Inputs [b, t, H] at int64 [b, t] -> keys and values [b, kv heads, t, d]; no more is computed."""
         try:
             self._call(layer, x, positions, _KEYS_ONLY)
         except _Enough as found:

@@ -1,15 +1,15 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): one decoder layer of the target's own class behind
-its last one, used again and again.
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): one layer behind the target's last, used again.
 
 Write h_j for the target's hidden row at position j after its final norm, which is what engines feed, and x_j for the
-token there. The layer reads fc([norm_e(embedding of x_{j+1}); norm_h(h_j)]), and its output after a norm of its own is
-read by the target's readout: the law of x_{j+2}. The next slot takes that output, normed, in the place of h_j (`feeds`).
-Chains, context and caches are `chain`'s, the layer is `host`'s; embedding and readout are borrowed. Tensor names are
+token there. A decoder layer of the target's own class reads fc([norm_e(embedding of x_{j+1}); norm_h(h_j)]), and its
+output after a norm of its own is read by the target's readout: the law of x_{j+2}. The next slot takes that output,
+normed, in the place of h_j (`feeds`). Chains, context and caches are `chain`'s, the layer is `host`'s; embedding and readout are borrowed. Tensor names are
 those of Qwen3-Next's and Qwen3.5's checkpoints without their prefix `mtp.`.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -43,12 +43,20 @@ class MTPSpec(DrafterSpec):
 
 
 def mtp_spec(part: DrafterPart, target: Any) -> MTPSpec:
-    """The shape of an MTP module for a target; as `shape_for`, and refused where the target's layer cannot be run alone."""
+    """The shape of an MTP module for a target; as `shape_for`, and refused where its layer cannot be run alone."""
     shape = shape_for(part, target, (target.num_layers - 1,))
     shape |= {"layers": 1, "target_layers": (target.num_layers,)}  # the row behind the last layer and the final norm
-    spec = MTPSpec(**shape, target_config=target.model.config.to_dict())
+    spec = MTPSpec(**shape, target_config=_told(target.model))
     _check_runs(MTP(spec).to(target.device).bind(target.embed, target.readout), target)
     return spec
+
+
+def _told(model: Any) -> dict[str, Any]:
+    """A model's configuration as a config.json would hold it, without what is not of its shape."""
+    told: dict[str, Any] = json.loads(json.dumps(model.config.to_dict(), default=str))
+    for name in ("_name_or_path", "dtype", "transformers_version", "id2label", "label2id"):
+        told.pop(name, None)
+    return {**told, "architectures": told.get("architectures") or [type(model).__name__]}
 
 
 @torch.no_grad()

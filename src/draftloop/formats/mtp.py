@@ -154,8 +154,8 @@ def read_module(files: list[Path], spec: MTPSpec, folder: Path, target: Any = No
     Copies of the target's embedding and readout (DeepSeek's layer has them) must be the target's own, and are dropped.
 
     Raises:
-        InputError: there is no module, or several (one for each depth), or a tensor is missing, unexpected, stored twice,
-            of another shape, quantised, or not finite.
+        InputError: there is no module, or several (one for each depth), or a tensor is missing, unexpected, stored
+            twice, of another shape, quantised, or not finite.
     """
     layers = spec.num_target_layers
     place: dict[str, Path] = {}

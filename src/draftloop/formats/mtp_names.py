@@ -67,7 +67,7 @@ def modules(names: Iterable[str], layers: int) -> int:
 
 
 def published(state: dict[str, Tensor], scheme: Scheme, layers: int, *, fused: bool = False) -> dict[str, Tensor]:
-    """The module's tensors by published names, experts one by one unless `fused`; on the meta device, for their shapes."""
+    """The module's tensors (on the meta device as well) by published names, experts one by one unless `fused`."""
     out: dict[str, Tensor] = {}
     for name, tensor in state.items():
         stacked = None if fused else _FUSED.match(name)

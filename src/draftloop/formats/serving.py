@@ -133,9 +133,9 @@ def _beside_target(engine: Engine, spec: MTPSpec) -> list[str]:
     key = "mtp_num_hidden_layers" if kind.startswith("qwen3_5") else "num_nextn_predict_layers"
     said = [
         f"{TITLES[engine]} reads the head out of the target's folder: copy model.safetensors there as mtp.safetensors,"
-        " and where that folder has a model.safetensors.index.json, let its weight_map name these tensors with that file."
-        f" The target's config.json needs {key}: 1. Shards that hold an earlier head of these names must be rewritten"
-        " without it: engines read whole files."
+        " and where that folder has a model.safetensors.index.json, let its weight_map name these tensors with"
+        f" that file. The target's config.json needs {key}: 1. Shards that hold an earlier head of these names must be"
+        " rewritten without it: engines read whole files."
     ]
     if engine == "vllm" and SCHEMES[kind] == "nextn":
         said.append(

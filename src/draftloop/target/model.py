@@ -346,8 +346,9 @@ _NOT_IDENTITY = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"
 
 
 def check_taps(taps: Sequence[int], num_layers: int) -> None:
-    """Taps must exist (layer ids, or their number for the row after the final norm) and ascend strictly, for engines
-    sort them in silence (and permute `fc`).
+    """Taps must exist and ascend strictly, for engines sort them in silence (and permute `fc`).
+
+    They are layer ids, and the number of layers for the row after the final norm.
 
     Raises:
         InputError: they do not.
