@@ -3,8 +3,8 @@
 Write h_j for the target's hidden row at position j after its final norm, which is what engines feed, and x_j for the
 token there. A decoder layer of the target's own class reads fc([norm_e(embedding of x_{j+1}); norm_h(h_j)]), and its
 output after a norm of its own is read by the target's readout: the law of x_{j+2}. The next slot takes that output,
-normed, in the place of h_j (`feeds`). Chains, context and caches are `chain`'s, the layer is `host`'s; embedding and readout are borrowed. Tensor names are
-those of Qwen3-Next's and Qwen3.5's checkpoints without their prefix `mtp.`.
+normed, in the place of h_j (`feeds`). Chains, context and caches are `chain`'s, the layer is `host`'s; embedding and
+readout are borrowed. Tensor names are those of Qwen3-Next's and Qwen3.5's checkpoints without their prefix `mtp.`.
 """
 
 from __future__ import annotations
