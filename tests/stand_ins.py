@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from draftloop.core.law import Law, Readout, Sampling
 from draftloop.decode.loop import decode
 from draftloop.decode.trace import Options, Request
-from draftloop.drafter.draft import ParallelDrafter
+from draftloop.drafter.draft import Draft, ParallelDrafter
 from draftloop.target.model import Rows
 from tests.tiny import tiny_drafter
 from tests.toy import Toy
@@ -72,12 +72,24 @@ class ToyTarget:
         return Rows(hidden, at.unsqueeze(-1) if taps else None)
 
 
-class ToyDrafter(ParallelDrafter):
+class ToyDraft(Draft):
+    """A toy's q slot by slot, behind known texts: of the drafts before it where the toy says so."""
+
+    def __init__(self, toy: Toy, anchor: torch.Tensor) -> None:
+        self.toy, self.anchor, self.own, self.drafted = toy, anchor, anchor, toy.drafted
+
+    def step(self, slot: int, previous) -> torch.Tensor:
+        self.own = self.anchor if slot == 0 else self.toy.child(self.own, previous)
+        node, column = self.toy.slot(self.anchor, self.own, slot)
+        return self.toy.q_logits[node.clamp(max=self.toy.nodes - 1), column]
+
+
+class ToyDrafter:
     """A toy's q: the anchor's text is known from the feature below the anchor and the anchor's own token."""
 
     def __init__(self, toy: Toy) -> None:
         self.toy, self.readout = toy, toy.draft_readout
-        self.spec = SimpleNamespace(target_layers=(0,), drafted=toy.drafted)
+        self.spec = SimpleNamespace(target_layers=(0,), drafted=toy.drafted, block_size=toy.drafted + 1)
 
     def new_cache(self, capacity: int) -> TextCache:
         return TextCache(capacity)
@@ -85,9 +97,14 @@ class ToyDrafter(ParallelDrafter):
     def extend(self, cache: TextCache, features, positions, tokens) -> None:
         cache.write(features.squeeze(-1), positions)
 
-    def begin(self, cache: TextCache, anchor, tokens) -> torch.Tensor:
+    def draft(self, cache: TextCache, anchor, tokens) -> Draft:
         below = cache.store.gather(1, (anchor - 1).unsqueeze(1)).squeeze(1)
-        return self.toy.q_logits[self.toy.child(below, tokens).clamp(max=self.toy.nodes - 1)]
+        return ToyDraft(self.toy, self.toy.child(below, tokens))
+
+    def pack(self, features, anchor, text) -> Draft:
+        """On texts that stand already, as training and walks call it."""
+        below = features.squeeze(-1).gather(1, anchor - 1)
+        return ToyDraft(self.toy, self.toy.child(below, text.gather(1, anchor)))
 
 
 class Scripted(ParallelDrafter):

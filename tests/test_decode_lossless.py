@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -71,6 +72,7 @@ TWO_DRAFTS: Axes = [
 PLAIN: Axes = [(4, [(TARGET, 0, place)]) for place in (1, 2, 3)]
 ONE = Toy(vocab=3, drafted=1, p_weights=[(1, 1, 2), (0, 1, 3)], q_weights=[(2, 1, 1), (2, 2, 0)], seed=3)
 TWO = Toy(vocab=3, drafted=2, p_weights=[(1, 1, 2), (2, 2, 0)], q_weights=[(1, 1, 0)], seed=1)
+STEPPED = replace(TWO, own_prefix=True)
 
 
 def enumerate_loop(monkeypatch, toy: Toy, axes: Axes, rule, *, eos=(), drafter=True, batch_size=1 << 16, limit=3):
@@ -114,7 +116,9 @@ def target_law(toy: Toy, eos=(), limit=3) -> dict[tuple[int, ...], Fraction]:
 
 
 @pytest.mark.parametrize("eos", [(), (2,)], ids=["no eos", "eos 2"])
-@pytest.mark.parametrize(("toy", "axes"), [(ONE, ONE_DRAFT), (TWO, TWO_DRAFTS)], ids=["K=1", "K=2"])
+@pytest.mark.parametrize(
+    ("toy", "axes"), [(ONE, ONE_DRAFT), (TWO, TWO_DRAFTS), (STEPPED, TWO_DRAFTS)], ids=["K=1", "K=2", "own prefix"]
+)
 def test_the_loop_under_ratio_is_exactly_lossless(whole, monkeypatch, toy, axes, eos):
     generations = enumerate_loop(monkeypatch, toy, axes, "ratio", eos=eos)
     assert law_of(generations) == target_law(toy, eos)
@@ -122,7 +126,7 @@ def test_the_loop_under_ratio_is_exactly_lossless(whole, monkeypatch, toy, axes,
 
 @pytest.mark.parametrize("eos", [(), (2,)])
 @pytest.mark.parametrize(("rule", "drafter"), [("match", True), ("match", False), ("ratio", False)])
-@pytest.mark.parametrize("toy", [ONE, TWO], ids=["K=1", "K=2"])
+@pytest.mark.parametrize("toy", [ONE, TWO, STEPPED], ids=["K=1", "K=2", "own prefix"])
 def test_the_loop_under_match_and_without_a_drafter_is_exactly_lossless(monkeypatch, toy, rule, drafter, eos):
     generations = enumerate_loop(monkeypatch, toy, PLAIN, rule, eos=eos, drafter=drafter, batch_size=7)
     assert law_of(generations) == target_law(toy, eos)

@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from fractions import Fraction
 from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,28 +27,6 @@ pytestmark = pytest.mark.specopd
 
 
 # the enumerated verifier -----------------------------------------------------------------------------------------------
-class Packed(ToyDrafter):
-    """The toy's drafter on a text that stands already, as training and walks call one."""
-
-    def __init__(self, toy):
-        super().__init__(toy)
-        self.spec = SimpleNamespace(target_layers=(0,), drafted=toy.drafted, block_size=toy.drafted + 1)
-
-    def __call__(self, features, anchor, tokens):
-        node = self.toy.child(features[0, anchor[0] - 1, 0], tokens)
-        if not self.toy.own_prefix:
-            return self.toy.q_logits[node]
-        rows = []
-        for at in anchor[0].tolist():  # on the text's own prefix, where it goes on
-            below = [*features[0, at:, 0].tolist()]
-            node, line = int(self.toy.child(features[0, at - 1, 0], tokens[0, at - int(anchor[0, 0])])), []
-            for k in range(self.spec.drafted):
-                node = below[k] if k < len(below) else node
-                line.append(self.toy.q_logits[min(node, self.toy.nodes - 1), 0])
-            rows.append(torch.stack(line))
-        return torch.stack(rows).unsqueeze(0)
-
-
 class Scored(ToyTarget):
     version, hidden_size = 0, 1
 
@@ -160,7 +137,7 @@ def test_a_broken_chain_is_found(name, monkeypatch):
 def test_from_laws_to_tallies(rule, own_prefix):
     """The whole path, hidden rows to tallies, on every text of a toy; the first token is the prefill's."""
     toy = toy_of(5, own_prefix)
-    target, drafter = Scored(toy), Packed(toy)
+    target, drafter = Scored(toy), ToyDrafter(toy)
     for first in toy.text_law(1):
         for node, (_, wanted) in enumerated(toy, MATCH if rule == "match" else RATIO, 2, (), first).items():
             said = [(at - 1) % toy.vocab for at in path(toy, node)[1:]]

@@ -52,6 +52,7 @@ def parity(
     from draftloop.data.chat import encode_prompt
     from draftloop.data.prompts import read_prompts
     from draftloop.drafter.build import for_decoding
+    from draftloop.drafter.spec import DFlashSpec
     from draftloop.engines.parity import Question, Setting
     from draftloop.engines.parity import parity as compare
     from draftloop.engines.serve import find_engine
@@ -79,8 +80,11 @@ def parity(
     served = exported or folder
     if not (served / "config.json").is_file():
         raise InputError("there is no checkpoint", where=str(served), fix="Give the folder that the engine is to load.")
-    if exported:
-        read_as_is(served, loaded)  # what cannot be read should not cost an engine's start
+    plain = isinstance(drafter.spec, DFlashSpec)
+    if diagnose and not plain:
+        raise InputError("the counterfactuals are those of DFlash", where="--diagnose", fix="Leave it out.")
+    if exported:  # what cannot be read should not cost an engine's start
+        read_as_is(served, loaded) if plain else load_drafter(served, loaded)
     with alone(out):
         rows = compare(
             loaded,
@@ -106,7 +110,7 @@ def parity(
         for part in found.get("diagnosis", {}).values():
             console.print(part["sentence"], highlight=False, markup=False)
         if not (found["passed"] and found["lawful"]):
-            more = [] if diagnose else ["--diagnose looks for the cause, one fact at a time."]
+            more = [] if diagnose or not plain else ["--diagnose looks for the cause, one fact at a time."]
             for said in (*found_engine.cautions, *more):
                 console.print(f"note: {said}", highlight=False, markup=False)
     if not (found["passed"] and found["lawful"]):

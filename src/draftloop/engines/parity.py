@@ -29,6 +29,7 @@ from draftloop.engines.serve import Engine
 from draftloop.engines.vllm import Ask, Job, read_rows, run_job, weights_of
 from draftloop.evaluate.tau import Response
 from draftloop.evaluate.walk import responses_of
+from draftloop.formats.writers import writer_of
 from draftloop.supervise.lesson import FeatureStore, Lesson
 
 SCHEMA = 1
@@ -118,6 +119,7 @@ def parity(
         setting.max_new_tokens,
         longest,
         tuple(target.eos_ids),
+        writer_of(drafter.spec)[0].method,
     )
     asks = {
         (t, q.id, q.set): Ask(f"{q.set}/{q.id}@{t:g}", q.ids, t, key_of(f"{setting.seed}/{q.id}") % _SEEDS)

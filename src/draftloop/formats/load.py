@@ -60,7 +60,7 @@ READERS = (
 
 _RUN = "run.json"  # only a run directory has one
 
-# A mark (a regular expression) in an architecture or in speculators_model_type, whose drafter that is, and what we would
+# A mark (regular expression) in an architecture or in speculators_model_type, whose drafter that is, and what we would
 # need to read it.
 _OTHERS = (
     ("peagle", "a P-EAGLE drafter", "an EAGLE-3 layer that drafts in parallel"),

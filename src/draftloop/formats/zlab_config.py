@@ -19,7 +19,7 @@ import torch
 
 from draftloop.core.errors import InputError
 from draftloop.core.version import VERSION
-from draftloop.drafter.spec import DFlashSpec
+from draftloop.drafter.spec import DFlashSpec, DrafterSpec
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlashQwen3ForCausalLM")  # the published name, and vLLM's for the same
 SCHEMA = 1  # of the `draftloop` key
@@ -88,7 +88,7 @@ def config_of(
     }
 
 
-def layer_keys(spec: DFlashSpec) -> dict[str, Any]:
+def layer_keys(spec: DrafterSpec) -> dict[str, Any]:
     """The keys of a Qwen3 configuration that describe the drafter's layers, the same in every form."""
     return {
         "model_type": "qwen3",
