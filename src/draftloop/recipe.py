@@ -103,12 +103,15 @@ class DataPart(Part):
 class DrafterPart(Part):
     """The model that proposes."""
 
-    family: Literal["dflash", "eagle3"] = Field(
+    family: Literal["dflash", "eagle3", "mtp"] = Field(
         "dflash",
-        description="architecture; dflash drafts a whole block in one forward, eagle3 token by token in one layer",
+        description="architecture; dflash drafts a whole block in one forward, eagle3 token by token in one layer; mtp "
+        "(multi-token prediction) likewise, in one layer of the target's own class behind its last",
     )
     init: str | None = Field(
-        None, description="a drafter directory, or `bundled`, to start from; the shape then comes from it"
+        None,
+        description="a drafter directory, or `bundled`, to start from; the shape then comes from it; or `native`: the "
+        "multi-token-prediction head in the target's own checkpoint",
     )
     block_size: int = Field(8, ge=2, description="anchor slot + drafted slots: block_size - 1 tokens are drafted")
     layers: int | None = Field(None, ge=1, description="decoder layers of the drafter; default: dflash 2, eagle3 1")

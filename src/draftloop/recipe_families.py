@@ -9,6 +9,10 @@ from typing import Any
 FAMILY_KEYS: dict[str, tuple[str, ...]] = {
     "mask_token": ("dflash",),
     "draft_vocab": ("eagle3",),
+    # mtp is one layer of the target's own shape behind its last
+    **dict.fromkeys(
+        ("layers", "target_layers", "taps", "intermediate_size", "heads", "kv_heads", "head_dim"), ("dflash", "eagle3")
+    ),
 }
 
 

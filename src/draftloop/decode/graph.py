@@ -303,6 +303,8 @@ def unsupported(target: Any, drafter: Any | None) -> str:
         return "the target has no cache of fixed size"
     if drafter is not None and not hasattr(drafter, "new_fixed_cache"):
         return "the drafter has no cache of fixed size"
+    if drafter is not None and (why := getattr(drafter, "why_not_fixed", str)()):
+        return str(why)
     return str(target.why_not_fixed())
 
 

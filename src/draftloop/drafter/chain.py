@@ -113,12 +113,20 @@ class ChainCache(DraftCache):
 
 
 class FixedChainCache(FixedDraftCache, ChainCache):
-    """The same, of tensors that keep their size and place; `width` H."""
+    """The same, of tensors that keep their size and place; `width` H. Values may have a shape of their own."""
 
     taken: Tensor
 
-    def __init__(self, shape: tuple[int, int, int, int], width: int, like: Tensor) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int],
+        width: int,
+        like: Tensor,
+        values: tuple[int, int, int, int] | None = None,
+    ) -> None:
         super().__init__(shape, 1, like)
+        if values is not None:
+            self._values[:] = [like.new_zeros(values)]
         self.taken = like.new_zeros(shape[0], shape[2], width)
 
     def keep(self, taken: Tensor, positions: Tensor) -> None:
@@ -138,7 +146,7 @@ class ChainDrafter(nn.Module):
         compiled: the methods that a round of decoding calls, tensors in and tensors out.
     """
 
-    compiled = ("extend", "advance")
+    compiled: tuple[str, ...] = ("extend", "advance")
 
     spec: Any
 
@@ -151,6 +159,19 @@ class ChainDrafter(nn.Module):
     def layer(self) -> ChainLayer:
         """The one layer."""
         raise NotImplementedError
+
+    @property
+    def weight(self) -> Tensor:
+        """One of the weights, for type and device."""
+        return self.layer.self_attn.o_proj.weight
+
+    def join(self, state: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """As `ChainLayer.join`."""
+        return self.layer.join(state, embedded)
+
+    def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """As `ChainAttention.keys_values`."""
+        return self.layer.self_attn.keys_values(x, positions)
 
     def take(self, features: Tensor) -> Tensor:
         """The target's features [..., F * H] -> states [..., H]."""
@@ -177,11 +198,11 @@ class ChainDrafter(nn.Module):
 
     def _own(self, x: Tensor) -> Tensor:
         """What comes from the target, in the drafter's type; under autocast, which chooses for itself, as it is."""
-        return x if torch.is_autocast_enabled(x.device.type) else x.to(self.layer.self_attn.o_proj.weight.dtype)
+        return x if torch.is_autocast_enabled(x.device.type) else x.to(self.weight.dtype)
 
     def _joined(self, state: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         assert self._borrowed is not None, "bind the drafter to a target first"
-        return self.layer.join(state, self._own(self._borrowed[0](tokens)))
+        return self.join(state, self._own(self._borrowed[0](tokens)))
 
     def pack(self, features: Tensor, anchor: Tensor, text: Tensor) -> Draft:
         """Draft from many anchors of many texts at once.
@@ -198,7 +219,7 @@ class ChainDrafter(nn.Module):
         length = min(features.shape[1], text.shape[1])
         positions = torch.arange(-1, length - 1, device=anchor.device).expand(len(anchor), -1)
         _, x = self._joined(F.pad(taken, (0, 0, 1, 0))[:, :length], text[:, :length])
-        context = self.layer.self_attn.keys_values(x, positions)
+        context = self.keys_values(x, positions)
         before = (anchor - 1).clamp(0, features.shape[1] - 1).unsqueeze(-1)
         first = taken.gather(1, before.expand(-1, -1, taken.shape[-1]))
         return ChainDraft(self, context, first, anchor, text.gather(1, anchor.clamp(max=text.shape[1] - 1)))
@@ -210,8 +231,8 @@ class ChainDrafter(nn.Module):
     def new_fixed_cache(self, rows: int, capacity: int) -> FixedChainCache:
         """A context cache of `rows` texts whose tensors keep their size and place."""
         spec = self.spec
-        like = self.layer.self_attn.o_proj.weight.detach()
-        return FixedChainCache((rows, spec.kv_heads, capacity, spec.head_dim), spec.hidden_size, like)
+        shape = (rows, spec.kv_heads, capacity, spec.head_dim)
+        return FixedChainCache(shape, spec.hidden_size, self.weight.detach())
 
     @torch.no_grad()
     def extend(self, cache: ChainCache, features: Tensor, positions: Tensor, tokens: Tensor) -> None:
@@ -223,7 +244,7 @@ class ChainDrafter(nn.Module):
         before = cache.kept((positions[:, :1] - 1).clamp(min=0))
         shifted = F.pad(taken[:, :-1], (0, 0, 1, 0)) if before is None else torch.cat([before, taken[:, :-1]], 1)
         _, x = self._joined(shifted, tokens)
-        cache.write(0, *self.layer.self_attn.keys_values(x, positions - 1), positions)
+        cache.write(0, *self.keys_values(x, positions - 1), positions)
         cache.keep(taken, positions)
 
     def draft(self, cache: ChainCache, anchor: Tensor, tokens: Tensor) -> Draft:
@@ -305,8 +326,8 @@ class ChainDraft(Draft):
 
     def _nothing(self) -> tuple[Tensor, Tensor]:
         key, value = self._context
-        shape = (key.shape[0], key.shape[1], self._anchor.shape[1], 0, key.shape[3])
-        return key.new_zeros(shape), value.new_zeros(shape)
+        chains = (self._anchor.shape[1], 0)
+        return tuple(one.new_zeros(*one.shape[:2], *chains, one.shape[3]) for one in (key, value))  # type: ignore[return-value]
 
     def _seen(self, slot: int) -> Tensor | None:
         return None
@@ -324,8 +345,8 @@ class CachedChainDraft(ChainDraft):
 
     def _nothing(self) -> tuple[Tensor, Tensor]:
         key, value = self._context
-        shape = (key.shape[0], key.shape[1], 1, self.drafted - 1, key.shape[3])
-        return key.new_zeros(shape), value.new_zeros(shape)
+        chain = (1, self.drafted - 1)
+        return tuple(one.new_zeros(*one.shape[:2], *chain, one.shape[3]) for one in (key, value))  # type: ignore[return-value]
 
     def _seen(self, slot: int) -> Tensor:
         place = torch.arange(self.drafted, device=self._anchor.device)

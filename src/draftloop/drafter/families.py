@@ -8,6 +8,7 @@ from typing import Any
 
 from draftloop.drafter.dflash import DFlash
 from draftloop.drafter.eagle3 import Eagle3, eagle3_spec
+from draftloop.drafter.mtp import MTP, mtp_spec
 from draftloop.drafter.spec import DrafterSpec, dflash_spec
 from draftloop.recipe import DrafterPart
 
@@ -30,6 +31,7 @@ class Family:
 FAMILIES: dict[str, Family] = {
     "dflash": Family("DFlash", dflash_spec, DFlash),
     "eagle3": Family("EAGLE-3", eagle3_spec, Eagle3),
+    "mtp": Family("multi-token-prediction", mtp_spec, MTP),
 }
 
 

@@ -66,7 +66,12 @@ def chain_rule(anchor: Tensor, owner: Tensor, row: Tensor, q: Tensor, k: Tensor)
 
 
 def attend_chain(
-    query: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], anchor: Tensor, seen: Tensor | None
+    query: Tensor,
+    context: tuple[Tensor, Tensor],
+    own: tuple[Tensor, Tensor],
+    anchor: Tensor,
+    seen: Tensor | None,
+    scale: float | None = None,
 ) -> Tensor:
     """Attention of N chains a row over the context below their anchors and each over its own slots, in one softmax.
 
@@ -76,6 +81,7 @@ def attend_chain(
         own: keys and values [b, kv heads, N, J, d].
         anchor: int64 [b, N].
         seen: bool [J], which of the own ones count; None = all, which on CUDA takes FlexAttention.
+        scale: of the scores; default 1 / sqrt(d).
 
     Returns:
         [b, heads, N, d].
@@ -85,7 +91,7 @@ def attend_chain(
         query = query.to(kind)
         context, own = ((pair[0].to(kind), pair[1].to(kind)) for pair in (context, own))
     if seen is None and query.is_cuda:
-        return _flex_chain(query, context, own, anchor)
+        return _flex_chain(query, context, own, anchor, scale)
     b, heads, n, d = query.shape
     kv, length = context[0].shape[1:3]
     grouped = query.view(b, kv, heads // kv, n, d)  # the heads that share keys go into the length: none is copied
@@ -95,7 +101,7 @@ def attend_chain(
     visible = (place > 0) & (place < anchor.unsqueeze(-1))
     there = torch.ones(near.shape[-1], dtype=torch.bool, device=anchor.device) if seen is None else seen
     mask = torch.cat([visible, there.expand(b, n, -1)], -1)[:, None, None]
-    scores = torch.cat([far, near], -1) / d**0.5
+    scores = torch.cat([far, near], -1) * (d**-0.5 if scale is None else scale)
     scores = scores if scores.dtype == torch.float64 else scores.float()
     weight = scores.masked_fill(~mask, float("-inf")).softmax(-1).to(query.dtype)
     far = (weight[..., :length].flatten(2, 3) @ context[1].to(query.dtype)).unflatten(2, (-1, n))
@@ -103,7 +109,9 @@ def attend_chain(
     return (far + near).flatten(1, 2)
 
 
-def _flex_chain(query: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], anchor: Tensor) -> Tensor:
+def _flex_chain(
+    query: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], anchor: Tensor, scale: float | None
+) -> Tensor:
     """The same by blocks: slot by slot, so that few blocks of the chains' own keys hold anything."""
     b, _, n, _ = query.shape
     length, slots = context[0].shape[2], own[0].shape[3]
@@ -115,4 +123,4 @@ def _flex_chain(query: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor
     def see(row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return chain_rule(anchor, owner, row, q, k)
 
-    return flex(query, key, value, flex_mask(see, b, n, length + n * slots, anchor.device))
+    return flex(query, key, value, flex_mask(see, b, n, length + n * slots, anchor.device), scale)

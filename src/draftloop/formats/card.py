@@ -21,6 +21,7 @@ _FORMS: dict[Form, str] = {
     "zlab": "z-lab's form (DFlashDraftModel)",
     "eagle3": "LlamaForCausalLMEagle3, as both engines load it",
     "speculators": "speculators' form",
+    "mtp": "tensors named as in the target's own checkpoint",
 }
 
 
@@ -49,7 +50,6 @@ def model_card(
         notes: sentences that somebody who serves should read.
         history: how it was trained; None where that is not known.
     """
-    taps = ", ".join(str(layer) for layer in spec.target_layers)
     lines = [
         *_front_matter(target, spec.family),
         f"# {name}",
@@ -62,7 +62,7 @@ def model_card(
         "|---|---|",
         f"| Target | `{target}` ({spec.num_target_layers} layers, vocabulary {spec.vocab_size}) |",
         f"| Block | {spec.block_size} slots: the last token and {spec.drafted} drafted ones |",
-        f"| Target layers read | {taps} (0-based, the output of each) |",
+        f"| Target layers read | {_read(spec)} |",
         *_mask(spec),
         *_vocabulary(spec),
         f"| Layers | {spec.layers} |",
@@ -86,6 +86,12 @@ def model_card(
         "",
     ]
     return "\n".join(lines)
+
+
+def _read(spec: DrafterSpec) -> str:
+    if spec.target_layers == (spec.num_target_layers,):
+        return "all: the hidden row after the final norm"
+    return f"{', '.join(str(layer) for layer in spec.target_layers)} (0-based, the output of each)"
 
 
 def _front_matter(target: str, family: str) -> list[str]:

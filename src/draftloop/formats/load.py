@@ -23,8 +23,9 @@ from draftloop.core.errors import InputError
 from draftloop.core.files import sha256_file
 from draftloop.core.weights import check_folder
 from draftloop.drafter.families import FAMILIES
+from draftloop.drafter.mtp import MTPSpec
 from draftloop.drafter.spec import DFlashSpec, DrafterSpec, check_fits
-from draftloop.formats import eagle3, eagle3_tensors, speculators, zlab_config
+from draftloop.formats import eagle3, eagle3_tensors, mtp, speculators, zlab_config
 from draftloop.formats.bundled_drafter import named_folder
 from draftloop.formats.mask_vector import ENGINE_MASK, MASK, read_mask
 from draftloop.formats.tensors import AGAIN, VECTOR, read_published
@@ -51,6 +52,8 @@ class Reader:
 READERS = (
     Reader(eagle3.FORM, eagle3.claims, eagle3.spec_of, eagle3_tensors.read_published),
     Reader("speculators", eagle3.claims_speculators, eagle3.speculators_spec_of, eagle3_tensors.read_published),
+    Reader("mtp", mtp.claims, mtp.spec_of, mtp.read_module),
+    Reader("native", mtp.claims_native, mtp.spec_of, mtp.read_module),
     Reader("speculators", speculators.claims, speculators.spec_of, read_published),
     Reader("zlab", zlab_config.claims, zlab_config.spec_of, read_published),
 )
@@ -66,12 +69,17 @@ _OTHERS = (
     ("dspark", "a DSpark drafter", "its Markov head and its confidence head"),
     ("dflash2", "a DFlash 2 drafter", "its convolutions and its candidate selector"),
     ("xpress", "an XPress drafter", "its layers"),
-    ("mtp", "a multi-token-prediction head", "its layers"),
     ("medusa", "a Medusa drafter", "its heads"),
 )
 
 
-def load_drafter(path: str | os.PathLike[str], target: Any = None, *, dtype: torch.dtype | None = None) -> Any:
+def load_drafter(
+    path: str | os.PathLike[str],
+    target: Any = None,
+    *,
+    dtype: torch.dtype | None = None,
+    block_size: int | None = None,
+) -> Any:
     """Read a drafter from a checkpoint folder, ours or a published one, in z-lab's form or in speculators'.
 
     Names may carry a `model.` prefix, and the weights may be split over several files. A copy of the target's embedding
@@ -79,9 +87,11 @@ def load_drafter(path: str | os.PathLike[str], target: Any = None, *, dtype: tor
     from the one that engines read.
 
     Args:
-        path: the folder, or `bundled`: the embedded target's drafter that comes with the project.
+        path: the folder, or `bundled`: the embedded target's drafter that comes with the project, or `native`: the
+            multi-token-prediction head in the target's own checkpoint (its folder does as well).
         target: a `Target` to check against, move to and bind to; None leaves the drafter unbound on the CPU.
         dtype: of the weights; None = as stored (train in float32; `for_decoding` gives the target's).
+        block_size: B of a native head, which has none of its own; default 4.
 
     Returns:
         the drafter, trainable. Its `spec.made_for` is what the file says.
@@ -94,7 +104,7 @@ def load_drafter(path: str | os.PathLike[str], target: Any = None, *, dtype: tor
         InputError: not a whole, finite checkpoint of a form that is read, one that says a thing twice and differently,
             or one made for a target of another shape.
     """
-    folder = named_folder(path)
+    folder = mtp.native_folder(target) if str(path) == mtp.NATIVE and target is not None else named_folder(path)
     if (folder / _RUN).is_file() and not (folder / CONFIG).exists():
         raise InputError(
             "this run has delivered no drafter yet",
@@ -112,6 +122,8 @@ def load_drafter(path: str | os.PathLike[str], target: Any = None, *, dtype: tor
     spec = reader.spec_of(config, folder / CONFIG, num_target_layers=None if target is None else target.num_layers)
     if target is not None:
         check_fits(spec, target, str(folder))
+    if reader.form == mtp.NATIVE and isinstance(spec, MTPSpec):
+        spec = mtp.settled(spec, target, block_size)
     vector = read_mask(spec, folder) if isinstance(spec, DFlashSpec) else None
     files = [file for file in sorted(folder.glob("*.safetensors")) if file.name != MASK]
     tensors = reader.tensors(files, spec, folder, target)

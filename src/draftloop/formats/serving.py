@@ -12,7 +12,10 @@ from typing import Literal
 
 from draftloop.core.errors import InputError
 from draftloop.drafter.eagle3 import Eagle3Spec
+from draftloop.drafter.mtp import MTPSpec
 from draftloop.drafter.spec import DrafterSpec, has_learned_mask
+from draftloop.formats.mtp import kind_of
+from draftloop.formats.mtp_names import SCHEMES
 from draftloop.formats.writers import writer_of
 
 Engine = Literal["vllm", "sglang"]
@@ -53,17 +56,20 @@ def serve_command(
     """
     if engine == "sglang":
         where = ["--speculative-draft-model-path", str(folder)]
-        if isinstance(spec, Eagle3Spec):
+        if isinstance(spec, Eagle3Spec | MTPSpec):
             chain = ["--speculative-num-steps", str(spec.drafted), "--speculative-eagle-topk", "1"]
             chain += ["--speculative-num-draft-tokens", str(spec.drafted + 1)]  # the anchor's counted
             chain += ["--speculative-use-rejection-sampling"] if probabilistic else []
-            return plain_command(engine, target, ["--speculative-algorithm", "EAGLE3", *where, *chain, *extra])
+            how = ["EAGLE3", *where] if isinstance(spec, Eagle3Spec) else ["NEXTN"]
+            return plain_command(engine, target, ["--speculative-algorithm", *how, *chain, *extra])
         return plain_command(engine, target, ["--speculative-algorithm", "DFLASH", *where, *extra])
     config: dict[str, str | int] = {
         "method": writer_of(spec)[0].method,  # always said, for it is otherwise guessed from the path's name
         "model": str(folder),
         "num_speculative_tokens": spec.drafted,
     }
+    if isinstance(spec, MTPSpec):
+        del config["model"]  # the head stands in the target's own folder: see `caveats`
     if probabilistic:
         config["draft_sample_method"] = "probabilistic"
     return plain_command(engine, target, ["--speculative-config", json.dumps(config, separators=(",", ":")), *extra])
@@ -73,8 +79,15 @@ def check_served(engine: Engine, form: Form, spec: DrafterSpec) -> None:
     """Refuse what an engine cannot serve, naming the one that can.
 
     Raises:
-        InputError: SGLang and the speculators form, or SGLang and a learned mask vector.
+        InputError: SGLang and the speculators form, or SGLang and a learned mask vector; a class of target that no
+            engine reads a head of.
     """
+    if isinstance(spec, MTPSpec) and kind_of(spec) not in SCHEMES:
+        raise InputError(
+            f"no engine reads a multi-token-prediction head beside a {kind_of(spec)}",
+            where="--for",
+            fix=f"Engines read heads of {', '.join(SCHEMES)}; for this target train eagle3 or dflash.",
+        )
     if engine != "sglang":
         return
     fix = "Export for vLLM alone (--for vllm)"
@@ -101,8 +114,8 @@ def check_served(engine: Engine, form: Form, spec: DrafterSpec) -> None:
 
 def caveats(engine: Engine, spec: DrafterSpec, probabilistic: bool) -> list[str]:
     """What somebody who serves should know, as sentences; often none."""
-    said = []
-    if engine == "sglang" and probabilistic and not isinstance(spec, Eagle3Spec):
+    said = _beside_target(engine, spec) if isinstance(spec, MTPSpec) else []
+    if engine == "sglang" and probabilistic and not isinstance(spec, Eagle3Spec | MTPSpec):
         said.append(
             "SGLang drafts the argmax at every temperature, so what training for overlap gained is paid only by vLLM."
         )
@@ -110,5 +123,27 @@ def caveats(engine: Engine, spec: DrafterSpec, probabilistic: bool) -> list[str]
         said.append(
             "Do not serve this folder with SGLang: it would write the mask vector over the target's embedding of token"
             f" {spec.mask_token_id}."
+        )
+    return said
+
+
+def _beside_target(engine: Engine, spec: MTPSpec) -> list[str]:
+    """How a head gets to where the engine looks for it."""
+    kind = kind_of(spec)
+    key = "mtp_num_hidden_layers" if kind.startswith("qwen3_5") else "num_nextn_predict_layers"
+    said = [
+        f"{TITLES[engine]} reads the head out of the target's folder: copy model.safetensors there as mtp.safetensors,"
+        " and where that folder has a model.safetensors.index.json, let its weight_map name these tensors with"
+        f" that file. The target's config.json needs {key}: 1. Shards that hold an earlier head of these names must be"
+        " rewritten without it: engines read whole files."
+    ]
+    if engine == "vllm" and SCHEMES[kind] == "nextn":
+        said.append(
+            "vLLM leaves the embedding at the first position of a text out, which may cost a little acceptance."
+        )
+    if engine == "vllm" and kind == "glm4_moe":
+        said.append(
+            "vLLM hands on the output before the head's norm, other than here: beyond the first drafted token fewer may"
+            " be accepted."
         )
     return said

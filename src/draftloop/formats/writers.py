@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftloop.core.errors import InputError
 from draftloop.drafter.spec import DrafterSpec
-from draftloop.formats import eagle3, eagle3_tensors, speculators, zlab_config
+from draftloop.formats import eagle3, eagle3_tensors, mtp, speculators, zlab_config
 from draftloop.formats.tensors import tensors_of
 
 
@@ -80,6 +80,10 @@ def _speculators(spec: Any, facts: Facts) -> dict[str, Any]:
     )
 
 
+def _beside_target(spec: Any, facts: Facts) -> dict[str, Any]:
+    return mtp.config_of(spec, facts.kind, weights=facts.weights, extra=facts.extra)
+
+
 WRITERS: dict[str, Writer] = {
     "dflash": Writer(tensors_of, {"zlab": _zlab, "speculators": _speculators}, "dflash"),
     "eagle3": Writer(
@@ -88,6 +92,7 @@ WRITERS: dict[str, Writer] = {
         "eagle3",
         {eagle3.FORM: eagle3_tensors.OLD},
     ),
+    "mtp": Writer(mtp.tensors_of, {"mtp": _beside_target}, "mtp"),
 }
 
 

@@ -36,7 +36,8 @@ class Rows:
 
     Attributes:
         hidden: [b, t, H] after the final norm, what the readout reads; [n, H] if only n slots were asked for.
-        features: [b, t, F * H] raw outputs of the tapped decoder layers, ascending; None if none was tapped.
+        features: [b, t, F * H] raw outputs of the tapped decoder layers, ascending; None if none was tapped. The tap
+            behind the last layer, number `num_layers`, is the hidden row itself, after the final norm.
     """
 
     hidden: Tensor
@@ -264,12 +265,14 @@ class Target:
         read: Read | None = None,
         flex: bool = False,
     ) -> Rows:
+        check_taps(taps, self.num_layers)
         kwargs: dict[str, Any] = {} if cache is None else {self._cache_name: cache}
         # a last block may reach beyond the context, where learned positions end; nothing of that is kept
         places = positions.clamp(max=self.context_limit - 1)
-        early = read if self._reads_early else None
+        final = self.num_layers in taps  # its row is wanted at all slots, so nothing is cut down
+        early = read if self._reads_early and not final else None
         with ExitStack() as stack:
-            tapped = stack.enter_context(self._tapped(taps))
+            tapped = stack.enter_context(self._tapped(taps[:-1] if final else taps))
             stack.enter_context(self._cut_down(early))
             stack.enter_context(mixing)
             if flex:
@@ -280,6 +283,8 @@ class Target:
                 input_ids=ids, position_ids=places, attention_mask=masks, use_cache=cache is not None, **kwargs
             )
         hidden = out.last_hidden_state
+        if final:
+            tapped[self.num_layers] = hidden
         if read is not None:
             hidden = hidden.squeeze(0) if early is not None else hidden[read]
         features = torch.cat([tapped[layer] for layer in taps], dim=-1) if taps else None
@@ -308,7 +313,6 @@ class Target:
     @contextmanager
     def _tapped(self, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
         """Hook the outputs of decoder layers while a forward runs."""
-        check_taps(taps, self.num_layers)
         caught: dict[int, Tensor] = {}
 
         def catcher(layer: int) -> Any:
@@ -342,12 +346,14 @@ _NOT_IDENTITY = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"
 
 
 def check_taps(taps: Sequence[int], num_layers: int) -> None:
-    """Layer ids must exist and ascend strictly, for engines sort them in silence (and permute `fc`).
+    """Taps must exist and ascend strictly, for engines sort them in silence (and permute `fc`).
+
+    They are layer ids, and the number of layers for the row after the final norm.
 
     Raises:
         InputError: they do not.
     """
-    if any(not 0 <= layer < num_layers for layer in taps):
+    if any(not 0 <= layer <= num_layers for layer in taps):
         raise InputError(
             f"target layers {list(taps)} do not all exist", fix=f"The target has layers 0 to {num_layers - 1}."
         )

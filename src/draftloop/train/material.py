@@ -233,7 +233,7 @@ def gather(recipe: Recipe, folder: Path, *, new: bool, quiet: bool = False, rank
             "the target has no tokenizer", where=recipe.target.model, fix="Put its tokenizer files into the folder."
         )
     if recipe.drafter.init:
-        drafter = load_drafter(recipe.drafter.init, target, dtype=torch.float32)
+        drafter = load_drafter(recipe.drafter.init, target, dtype=torch.float32, block_size=recipe.drafter.block_size)
     else:
         drafter = new_drafter(spec_for(recipe.drafter, target), target, recipe.seed)
     for stage in recipe.stages:  # refuses kernels that cannot be had here
