@@ -27,7 +27,8 @@ class DrafterSpec:
 
     Attributes:
         family: whose shape this is, as `drafter.family` of a recipe spells it.
-        block_size: B = anchor slot + K drafted slots.
+        block_size: B, slots of a block, the anchor's included: what a drafter computes at a time, in every family and in
+            every checkpoint form. How many tokens it drafts is `drafted`, never B itself.
         target_layers: tapped decoder layers, strictly ascending, 0-based (the output of that layer).
         made_for: free-form facts about the target it was trained for (fingerprints), kept in the checkpoint.
     """
@@ -51,14 +52,14 @@ class DrafterSpec:
 
     @property
     def drafted(self) -> int:
-        """K = B - 1 tokens a block."""
+        """K tokens a block: B - 1 unless the family's anchor slot predicts too."""
         return self.block_size - 1
 
     def __post_init__(self) -> None:
         for what in ("hidden_size", "layers", "heads", "kv_heads", "head_dim", "intermediate_size"):
             if getattr(self, what) < 1:
                 raise InputError(f"{what} {getattr(self, what)} is not a size", fix="Use at least 1.")
-        if self.block_size < 2:
+        if self.drafted < 1:
             raise InputError(
                 f"block_size {self.block_size} drafts nothing",
                 fix="Use at least 2 (one anchor slot, one drafted slot).",
