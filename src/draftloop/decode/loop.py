@@ -111,13 +111,23 @@ class Decoder:
                 yield batch.publish(batch.round(), indices, results)
 
 
-def _check(target: Any, drafter: Any | None, requests: Sequence[Request], options: Options) -> None:
-    """Refuse what cannot be decoded before anything is."""
+def check_confidence(drafter: Any | None, options: Options) -> None:
+    """Refuse to go by the confidence of a drafter that has none.
+
+    Raises:
+        InputError: it is asked for and there is none.
+    """
     if options.confidence is not None and drafter is not None and not has_confidence(drafter):
         raise InputError(
             "confidence is asked for, and the drafter has no confidence head",
+            where="--confidence",
             fix="Leave it out, or use a DSpark drafter with one.",
         )
+
+
+def _check(target: Any, drafter: Any | None, requests: Sequence[Request], options: Options) -> None:
+    """Refuse what cannot be decoded before anything is."""
+    check_confidence(drafter, options)
     for number, request in enumerate(requests):
         where = f"request {number}"
         if not request.ids:
