@@ -11,12 +11,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from draftloop.core.version import VERSION
+from draftloop.drafter.dspark import DSparkSpec
 from draftloop.drafter.families import FAMILIES
 from draftloop.drafter.spec import DFlashSpec, DrafterSpec
 from draftloop.formats.history import History
 from draftloop.formats.serving import TITLES, Engine, Form
 
-_FORMS: dict[Form, str] = {"zlab": "z-lab's form (DFlashDraftModel)", "speculators": "speculators' form"}
+_FORMS: dict[Form, str] = {
+    "zlab": "z-lab's form (DFlashDraftModel)",
+    "deepspec": "DeepSpec's form (Qwen3DSparkModel)",
+    "speculators": "speculators' form",
+}
 
 
 def model_card(
@@ -46,7 +51,7 @@ def model_card(
     """
     taps = ", ".join(str(layer) for layer in spec.target_layers)
     lines = [
-        *_front_matter(target),
+        *_front_matter(target, spec.family),
         f"# {name}",
         "",
         f"A {FAMILIES[spec.family].title} drafter for `{target}`: a small model that drafts {spec.drafted} tokens at a"
@@ -56,9 +61,10 @@ def model_card(
         "| | |",
         "|---|---|",
         f"| Target | `{target}` ({spec.num_target_layers} layers, vocabulary {spec.vocab_size}) |",
-        f"| Block | {spec.block_size} slots: the last token and {spec.drafted} drafted ones |",
+        f"| Block | {spec.block_size} slots, the last token's included; {spec.drafted} tokens are drafted |",
         f"| Target layers read | {taps} (0-based, the output of each) |",
         *_mask(spec),
+        *_heads(spec),
         f"| Layers | {spec.layers} |",
         f"| Parameters | {parameters:,} ({dtype}), without embedding and readout: the target's are used |",
         f"| Form | {_FORMS[form]} |",
@@ -82,10 +88,10 @@ def model_card(
     return "\n".join(lines)
 
 
-def _front_matter(target: str) -> list[str]:
+def _front_matter(target: str, family: str) -> list[str]:
     hub_id = target.count("/") == 1 and not target.startswith((".", "/", "~")) and not Path(target).exists()
     base = [f"base_model: {json.dumps(target)}"] if hub_id else []
-    return ["---", *base, "library_name: draftloop", "tags:", "- speculative-decoding", "- dflash", "---", ""]
+    return ["---", *base, "library_name: draftloop", "tags:", "- speculative-decoding", f"- {family}", "---", ""]
 
 
 def _training(history: History | None) -> list[str]:
@@ -119,3 +125,10 @@ def _mask(spec: DrafterSpec) -> list[str]:
         return []
     learned = f"a learned vector (mask_embedding.pt; token {spec.mask_token_id} stands in for it)"
     return [f"| Drafted slots hold | {learned if spec.learned_mask else f'token {spec.mask_token_id}'} |"]
+
+
+def _heads(spec: DrafterSpec) -> list[str]:
+    if not isinstance(spec, DSparkSpec):
+        return []
+    markov = "none" if spec.markov == "none" else f"{spec.markov}, rank {spec.markov_rank}"
+    return [f"| Markov head | {markov} |", f"| Confidence head | {'yes' if spec.confidence else 'no'} |"]

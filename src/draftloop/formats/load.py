@@ -23,7 +23,7 @@ from draftloop.core.files import sha256_file
 from draftloop.core.weights import check_folder
 from draftloop.drafter.families import FAMILIES
 from draftloop.drafter.spec import DFlashSpec, DrafterSpec, check_fits
-from draftloop.formats import speculators, zlab_config
+from draftloop.formats import dspark, speculators, zlab_config
 from draftloop.formats.bundled_drafter import named_folder
 from draftloop.formats.mask_vector import ENGINE_MASK, MASK, read_mask
 from draftloop.formats.tensors import AGAIN, VECTOR, read_published
@@ -48,6 +48,8 @@ class Reader:
 
 
 READERS = (
+    Reader("speculators", dspark.claims_speculators, dspark.speculators_spec_of, read_published),
+    Reader("deepspec", dspark.claims, dspark.spec_of, read_published),
     Reader("speculators", speculators.claims, speculators.spec_of, read_published),
     Reader("zlab", zlab_config.claims, zlab_config.spec_of, read_published),
 )
@@ -59,7 +61,6 @@ _OTHERS = (
     ("peagle", "a P-EAGLE drafter", "an EAGLE-3 layer that drafts in parallel"),
     ("eagle3", "an EAGLE-3 drafter", "a layer that reads its own output, token by token"),
     ("eagle", "an EAGLE drafter", "a layer that reads its own output, token by token"),
-    ("dspark", "a DSpark drafter", "its Markov head and its confidence head"),
     ("dflash2", "a DFlash 2 drafter", "its convolutions and its candidate selector"),
     ("xpress", "an XPress drafter", "its layers"),
     ("mtp", "a multi-token-prediction head", "its layers"),

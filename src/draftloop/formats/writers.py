@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftloop.core.errors import InputError
 from draftloop.drafter.spec import DrafterSpec
-from draftloop.formats import speculators, zlab_config
+from draftloop.formats import dspark, speculators, zlab_config
 from draftloop.formats.tensors import tensors_of
 
 
@@ -73,8 +73,25 @@ def _speculators(spec: Any, facts: Facts) -> dict[str, Any]:
     )
 
 
+def _deepspec(spec: Any, facts: Facts) -> dict[str, Any]:
+    return dspark.config_of(spec, facts.kind, weights=facts.weights, mask=facts.mask, extra=facts.extra)
+
+
+def _speculators_dspark(spec: Any, facts: Facts) -> dict[str, Any]:
+    return dspark.speculators_config_of(
+        spec,
+        facts.kind,
+        target=facts.target,
+        target_architectures=facts.target_architectures,
+        weights=facts.weights,
+        mask=facts.mask,
+        extra=facts.extra,
+    )
+
+
 WRITERS: dict[str, Writer] = {
     "dflash": Writer(tensors_of, {"zlab": _zlab, "speculators": _speculators}, "dflash"),
+    "dspark": Writer(tensors_of, {"deepspec": _deepspec, "speculators": _speculators_dspark}, "dspark"),
 }
 
 
