@@ -219,8 +219,8 @@ def evaluate(
         advance: called with (done, in all).
 
     Raises:
-        InputError: a walk at a temperature above 0, `confidence` offline or without a confidence head, drafters to compare without `offline`, or prompts that cannot be
-            used.
+        InputError: a walk at a temperature above 0, `confidence` offline or without a confidence head, drafters to
+            compare without `offline`, or prompts that cannot be used.
     """
     if against and how != "offline":
         raise InputError("several drafters are compared offline only", fix='Use how="offline" (--offline).')
@@ -232,14 +232,7 @@ def evaluate(
         )
     if confidence is not None and how == "offline":
         raise InputError("confidence is not for offline", fix="Walk, or decode for real (--decode).")
-    options = Options(
-        max_new_tokens,
-        Sampling(temperature, top_k, top_p),
-        rule,
-        seed=seed,
-        batch_size=batch_size,
-        confidence=confidence,
-    )
+    options = Options(max_new_tokens, sampling, rule, seed=seed, batch_size=batch_size, confidence=confidence)
     check_confidence(drafter, options)
     read = read_prompts(list(prompts), Path("."), limit)
     served = for_decoding(drafter, target)

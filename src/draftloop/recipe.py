@@ -52,8 +52,8 @@ class DrafterPart(Part):
     block_size: int = Field(
         8,
         ge=2,
-        description="slots of a block, the anchor's included: dflash drafts block_size - 1 tokens; dspark block_size, for "
-        "its anchor slot predicts too",
+        description="slots of a block, the anchor's included: dflash drafts block_size - 1 tokens; dspark block_size, "
+        "for its anchor slot predicts too",
     )
     layers: int = Field(2, ge=1, description="decoder layers of the drafter")
     target_layers: list[int] | None = Field(
@@ -126,8 +126,8 @@ class ObjectivePart(Part):
     confidence_weight: float | None = Field(
         None,
         ge=0,
-        description="times the binary cross-entropy of the drafter's confidence in each token against its alpha, added to "
-        "any kind; 0 = none; default: 1 where the drafter has a confidence head",
+        description="times the binary cross-entropy of the drafter's confidence in each token against its alpha, added "
+        "to any kind; 0 = none; default: 1 where the drafter has a confidence head",
     )
     gamma: float = Field(0.8, gt=0, le=1, description="draft_opd: rejected weight gamma^(k-1); 1 = no decay")
     accepted: Literal["forward_kl", "reverse_kl", "ce"] = Field(

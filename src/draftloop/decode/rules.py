@@ -29,8 +29,9 @@ class Proposal:
         tokens: int64 [b, K].
         log_q: float32 [b, K], the log-probability each token was really drawn with (0 for an argmax).
         law: the law they were drawn from; hidden [b * K, H].
-        lengths: int64 [b], how many of them are verified; None = all. Whether token k is may depend on the tokens before
-            it and on the drafter's rows, never on token k itself: under `ratio` that would change the law of the text.
+        lengths: int64 [b], how many of them are verified; None = all. Whether token k is may depend on the tokens
+            before it and on the drafter's rows, never on token k itself: under `ratio` that would change the text's
+            law.
     """
 
     tokens: Tensor

@@ -1,7 +1,7 @@
 """DSpark (arXiv 2607.05147): DFlash's backbone, a Markov head that looks at the token before, and a confidence head.
 
 Every slot predicts, the anchor's too: slot k of B predicts the token at anchor + k + 1, so a block of B slots drafts B
-tokens. The Markov head adds W2 a_k to the logits, where a_k comes from e_k = W1[y_{k-1}], the token before (eq. 5 there):
+tokens. The Markov head adds W2 a_k to the logits, where a_k comes from e_k = W1[y_{k-1}], the token before:
 
 - `vanilla`: a = e; `gated`: a = sigmoid(G [h; e]) * e;
 - `rnn`: [g; c; o] = J [s; e; h], s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c) from s = 0, a = tanh(o).

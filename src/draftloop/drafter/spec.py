@@ -27,8 +27,8 @@ class DrafterSpec:
 
     Attributes:
         family: whose shape this is, as `drafter.family` of a recipe spells it.
-        block_size: B, slots of a block, the anchor's included: what a drafter computes at a time, in every family and in
-            every checkpoint form. How many tokens it drafts is `drafted`, never B itself.
+        block_size: B, slots of a block, the anchor's included, in every family and in every checkpoint form. How many
+            tokens that drafts is `drafted`.
         target_layers: tapped decoder layers, strictly ascending, 0-based (the output of that layer).
         made_for: free-form facts about the target it was trained for (fingerprints), kept in the checkpoint.
     """

@@ -70,8 +70,8 @@ def check_served(engine: Engine, form: Form, spec: DrafterSpec) -> None:
     """Refuse what an engine cannot serve, naming the one that can.
 
     Raises:
-        InputError: SGLang and the speculators form, or SGLang and a learned mask vector; a DSpark drafter with a learned
-            mask vector or without a Markov head; vLLM and a Markov head that is not vanilla.
+        InputError: SGLang and the speculators form, or SGLang and a learned mask vector; a DSpark drafter with a
+            learned mask vector or without a Markov head; vLLM and a Markov head that is not vanilla.
     """
     if isinstance(spec, DSparkSpec):
         _check_dspark(engine, spec)
