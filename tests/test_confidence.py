@@ -74,7 +74,6 @@ def bonus_of_the_last_slot(rule, proposal, target, coins):
 
 def residual_for_the_bonus(rule, proposal, target, coins):
     """Where the verified drafts end, the token comes from the residual, as if the next draft had been refused."""
-    b, k = proposal.tokens.shape
     cut = rules.Coins(coins.target, torch.where(proposal.among(), coins.accept, 1.0), coins.residual)
     return verify(rule, dataclasses.replace(proposal, lengths=None), target, cut)
 
@@ -202,7 +201,9 @@ def test_narrow_and_wide_proposals_have_the_same_verdict(rule):
     assert {0, 1, 2} <= set(verdict.accepted.tolist())
     for row in range(b):  # alone, with exactly its own drafts
         n = int(lengths[row])
-        own = Proposal(wide.tokens[row : row + 1, :n], wide.log_q[row : row + 1, :n], Law(q[row, :n], readout, sampling))
+        own = Proposal(
+            wide.tokens[row : row + 1, :n], wide.log_q[row : row + 1, :n], Law(q[row, :n], readout, sampling)
+        )
         alone = Coins(*(c[row : row + 1, : n + (i == 0)] for i, c in enumerate(coins)))
         mine = verify(rule, own, Law(p[row, : n + 1], readout, sampling), alone)
         assert (int(mine.accepted), int(mine.token)) == (int(verdict.accepted[row]), int(verdict.token[row]))
