@@ -130,6 +130,23 @@ def test_what_is_not_whole_is_refused_in_one_sentence(tmp_path, target, change, 
     assert "\n" not in caught.value.what
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("sample_from_anchor", None, "sample_from_anchor is missing"),
+        ("sample_from_anchor", False, "its anchor slot predicts nothing"),
+        ("markov_rank", 5, r"shape \[61, 6\], config.json promises \[61, 5\]"),
+        ("speculators_config", {"algorithm": "dflash"}, "its algorithm is not dspark"),
+        ("speculators_config", {"proposal_methods": [{"speculative_tokens": 5}]}, "a block_size of 4 drafts 4"),
+    ],
+)
+def test_the_speculators_form_is_read_with_suspicion(tmp_path, target, key, value, said):
+    folder = export(tiny_dspark(target), tmp_path / "d", engine="vllm", form="speculators", target_name="x/y").folder
+    edit(folder, **{key: value})
+    with pytest.raises(InputError, match=said):
+        load_drafter(folder, target)
+
+
 def test_a_missing_head_and_a_dflash_are_told_apart(tmp_path, target):
     folder = save_drafter(tiny_dspark(target), tmp_path / "d", dtype=torch.float32)
     tensors = load_file(folder / "model.safetensors")
@@ -188,8 +205,11 @@ def test_vllm_reads_it_as_it_was_meant(tmp_path, target, form):
         engines.vllm_algorithms()["dspark"](config_dict=config, pre_trained_config=layers)
         config = layers
     assert engines.vllm_taps(config) == tuple(layer + 1 for layer in drafter.spec.target_layers)
-    assert config["dflash_config"]["mask_token_id"] == drafter.spec.mask_token_id
-    assert config["markov_rank"] == 6
+    assert engines.vllm_taps(config) == tuple(layer + 1 for layer in config["target_layer_ids"])
+    assert config["mask_token_id"] == drafter.spec.mask_token_id
+    assert (config["block_size"], config["markov_rank"], config["markov_head_type"]) == (4, 6, "vanilla")
+    assert not config.get("dspark_bonus_anchor")
+    assert "sample_from_anchor" not in config.get("dflash_config", {})  # refused there
     registry = engines.source("DRAFTLOOP_VLLM", "vllm/model_executor/models/registry.py")
     assert all(f'"{name}"' in registry for name in config["architectures"])
     assert '"dspark"' in engines.source("DRAFTLOOP_VLLM", "vllm/config/speculative.py")

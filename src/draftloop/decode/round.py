@@ -155,7 +155,8 @@ class RowState:
         tokens, log_q, rows = self.drafter.draft(self.context, self.anchor, self.last).drawn(choose)
         lengths = None
         if self.options.confidence is not None:
-            lengths = trusted(self.drafter.confidence(rows, self.last, tokens), self.options.confidence)
+            sure = self.drafter.confidence(rows, self.last, tokens)  # type: ignore[attr-defined]  # checked: it has a head
+            lengths = trusted(sure, self.options.confidence)
         return Proposal(tokens, log_q, Law(rows.flatten(0, 1), readout, drafting), lengths)
 
     def _fit(self, proposal: Proposal) -> Proposal:

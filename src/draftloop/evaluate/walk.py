@@ -51,8 +51,8 @@ def walk(
             if confidence is None:
                 runs += greedy_run(*drafted_rows(drafter, lesson, part), drafter.readout).tolist()
             else:
-                run, length = _shortened(drafter, lesson, part, confidence)
-                runs, lengths = runs + run.tolist(), lengths + length.tolist()
+                kept, verified_here = _shortened(drafter, lesson, part, confidence)
+                runs, lengths = runs + kept.tolist(), lengths + verified_here.tolist()
         store.release([lesson])
         committed, accepted, verified = [], [], []
         anchor = first

@@ -122,6 +122,8 @@ def spec_of(config: dict[str, Any], where: Path, *, num_target_layers: int | Non
 
 def speculators_spec_of(config: dict[str, Any], where: Path, *, num_target_layers: int | None = None) -> DSparkSpec:
     """Read the spec that a config.json in speculators' form describes; as `speculators.spec_of`."""
+    if "sample_from_anchor" not in config:  # speculators takes it for true, vLLM for false
+        _refuse("sample_from_anchor is missing, without which nobody knows what a slot predicts", where)
     _check_anchor(config, where)
     heads = _read_heads({"markov_head_type": "vanilla", "markov_rank": RANK, **config}, where)
     facts = config.get("speculators_config") or {}

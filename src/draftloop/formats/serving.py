@@ -121,6 +121,11 @@ def caveats(engine: Engine, spec: DrafterSpec, probabilistic: bool, form: Form =
         said.append(
             "SGLang drafts the argmax at every temperature, so what training for overlap gained is paid only by vLLM."
         )
+    if engine == "vllm" and isinstance(spec, DSparkSpec) and spec.confidence:
+        said.append(
+            'With "enable_adaptive_verification": true in --speculative-config, vLLM goes by the confidence head and'
+            " verifies fewer drafts."
+        )
     if engine == "vllm" and form == "speculators" and isinstance(spec, DSparkSpec):
         said.append(
             "A vLLM that does not read sample_from_anchor in this form drafts shifted by one, and next to nothing is"
