@@ -385,9 +385,8 @@ def recipes(draw) -> Recipe:
     else:
         given_["data"]["response"]["server"] = "http://127.0.0.1:8000/v1"
     drafter = given_["drafter"]
-    for key, families in FAMILY_KEYS.items():
-        if drafter["family"] not in families:
-            drafter[key] = None
+    drafter |= {key: None for key, families in FAMILY_KEYS.items() if drafter["family"] not in families}
+    drafter |= {"markov_rank": None} if drafter.get("markov") == "none" else {}
     if drafter["draft_vocab"] != "target":
         drafter["draft_vocab"] = abs(drafter["draft_vocab"] or 0) or None
     given_["stages"] = []
@@ -399,6 +398,8 @@ def recipes(draw) -> Recipe:
         objective = stage["objective"]
         if objective["kind"] not in ("tv", "e2e_tv") or 0 < objective["temperature"] < 1e-6:
             objective["temperature"] += 0.5  # 0 is for these two, and next to nothing for none
+        if drafter["family"] != "dspark" or drafter["confidence"] is False:
+            objective["confidence_weight"] = None
         if 0 < stage["branch"]["temperature"] < 1e-6:
             stage["branch"]["temperature"] += 0.5
         if stage["proposals"] == "trunk" and objective["kind"] == "draft_opd":

@@ -18,7 +18,7 @@ from draftloop.core.errors import InputError
 from draftloop.core.law import Sampling
 from draftloop.data.chat import answer_text, encode_prompt
 from draftloop.data.prompts import Prompt, read_prompts
-from draftloop.decode.loop import decode, rounds
+from draftloop.decode.loop import check_confidence, decode, rounds
 from draftloop.decode.trace import Generation, Options, Request
 from draftloop.drafter.build import for_decoding
 from draftloop.evaluate import audit as _audit
@@ -98,6 +98,7 @@ def generate(
     rule: Literal["match", "ratio"] = "match",
     seed: int = 0,
     batch_size: int = 16,
+    confidence: float | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Reply]:
     """Answer prompts, speculatively if a drafter is given; losslessly either way.
@@ -113,13 +114,15 @@ def generate(
         rule: how drafts are verified at a temperature above 0.
         seed: of the keyed draws; the same seed gives the same answers in any batch (float32).
         batch_size: prompts decoded together.
+        confidence: verify drafts only while the product of the drafter's confidences is at least this; None = all.
         template_kwargs: passed to the chat template.
 
     Raises:
         InputError: an option is out of range, or a prompt cannot be rendered or does not fit.
     """
     requests = _requests(target, prompts, template_kwargs or {})
-    options = Options(max_new_tokens, Sampling(temperature, top_k, top_p), rule, seed=seed, batch_size=batch_size)
+    sampling = Sampling(temperature, top_k, top_p)
+    options = Options(max_new_tokens, sampling, rule, seed=seed, batch_size=batch_size, confidence=confidence)
     return [_reply(target, made) for made in decode(target, _served(drafter, target), requests, options)]
 
 
@@ -186,6 +189,7 @@ def evaluate(
     top_p: float = 1.0,
     rule: Literal["match", "ratio"] = "match",
     batch_size: int = 1,
+    confidence: float | None = None,
     limit: int | None = None,
     seed: int = 0,
     template_kwargs: Mapping[str, Any] | None = None,
@@ -208,14 +212,15 @@ def evaluate(
         top_p: 1 = all.
         rule: how drafts are verified at a temperature above 0.
         batch_size: of real decoding.
+        confidence: as `generate`'s; not offline.
         limit: use at most this many prompts.
         seed: of the keyed draws.
         template_kwargs: passed to the chat template.
         advance: called with (done, in all).
 
     Raises:
-        InputError: a walk at a temperature above 0, drafters to compare without `offline`, or prompts that cannot be
-            used.
+        InputError: a walk at a temperature above 0, `confidence` offline or without a confidence head, drafters to
+            compare without `offline`, or prompts that cannot be used.
     """
     if against and how != "offline":
         raise InputError("several drafters are compared offline only", fix='Use how="offline" (--offline).')
@@ -225,6 +230,10 @@ def evaluate(
             "a walk is exact at temperature 0 only",
             fix="Evaluate offline (--offline) or decode for real (--decode) at other temperatures.",
         )
+    if confidence is not None and how == "offline":
+        raise InputError("confidence is not for offline", fix="Walk, or decode for real (--decode).")
+    options = Options(max_new_tokens, sampling, rule, seed=seed, batch_size=batch_size, confidence=confidence)
+    check_confidence(drafter, options)
     read = read_prompts(list(prompts), Path("."), limit)
     served = for_decoding(drafter, target)
     if how != "decode":
@@ -247,13 +256,13 @@ def evaluate(
             )
         if how == "walk":
             store = FeatureStore(target, served.spec.target_layers, 0)
-            return Evaluation(acceptance(walk(served, [Lesson(t) for t in trunks.trunks], store)), "walk", None)
+            steps = walk(served, [Lesson(t) for t in trunks.trunks], store, confidence=confidence)
+            return Evaluation(acceptance(steps), "walk", None)
         arms = [served, *(for_decoding(other, target) for other in against)]
-        first, *others = offline(target, arms, trunks.trunks, Options(max_new_tokens, sampling, rule))
+        first, *others = offline(target, arms, trunks.trunks, options)
         compared = tuple((acceptance(other), paired(first, other)) for other in others)
         return Evaluation(acceptance(first), "offline", None, compared)
     requests = _requests(target, [list(p.question) for p in read], template_kwargs or {}, read)
-    options = Options(max_new_tokens, sampling, rule, seed=seed, batch_size=batch_size)
     named = [(p.id, p.set, request) for p, request in zip(read, requests, strict=True)]
     plain, timed = compare(target, [("drafter", served)], named, options, advance=advance)
     speed = {
@@ -268,7 +277,13 @@ def evaluate(
 
 
 def audit(
-    target: Target, drafter: Any, prompts: Sequence[Ask], *, max_new_tokens: int = 64, batch_size: int = 8
+    target: Target,
+    drafter: Any,
+    prompts: Sequence[Ask],
+    *,
+    max_new_tokens: int = 64,
+    batch_size: int = 8,
+    confidence: float | None = None,
 ) -> _audit.Audit:
     """Compare greedy speculative decoding with plain decoding, token for token.
 
@@ -278,15 +293,19 @@ def audit(
         prompts: each a user's message, or chat messages.
         max_new_tokens: length limit.
         batch_size: prompts decoded together.
+        confidence: as `generate`'s.
 
     Raises:
-        InputError: the target is not float32.
+        InputError: the target is not float32, or the drafter has no confidence to go by.
     """
     if target.dtype not in (torch.float32, torch.float64):
         raise InputError("the audit needs the target in float32", where=target.name, fix="Load it with dtype float32.")
     requests = [(f"prompt {i + 1}", request) for i, request in enumerate(_requests(target, prompts, {}))]
     served = for_decoding(drafter, target)
-    return _audit.audit(target, [("drafter", served)], requests, max_new_tokens=max_new_tokens, batch_size=batch_size)
+    arms = [("drafter", served)]
+    return _audit.audit(
+        target, arms, requests, max_new_tokens=max_new_tokens, batch_size=batch_size, confidence=confidence
+    )
 
 
 def _requests(

@@ -11,80 +11,18 @@ import math
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from draftloop.recipe_families import why_strange
 from draftloop.recipe_methods import METHODS, merged
+from draftloop.recipe_parts import Part as Part
+from draftloop.recipe_parts import ResponsePart as ResponsePart
+from draftloop.recipe_parts import TargetPart as TargetPart
+from draftloop.recipe_parts import no_overflow
 
 SCHEMA = 1
 
 Source = Literal["trunk", "sampled", "recorded", "redraft"]
-
-
-class Part(BaseModel):
-    """A section of the recipe: unknown keys are errors, values are checked on assignment.
-
-    Types are strict (`steps: yes` is no number) and numbers finite, unless a field says otherwise.
-    """
-
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, strict=True, allow_inf_nan=False)
-
-
-def _no_overflow(temperature: float) -> float:
-    if 0 < temperature < 1e-6:
-        raise ValueError("temperature must be 0, or at least 1e-6: smaller ones overflow")
-    return temperature
-
-
-class TargetPart(Part):
-    """The model that verifies."""
-
-    model: str = Field("smollm2", description="a directory, a hub id, or `smollm2` (the embedded default)")
-    revision: str | None = Field(None, description="hub revision")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto = bfloat16")
-    device: str = Field("auto", description="auto = cuda where there is a GPU, else cpu")
-    tree_attention: Literal["auto", "dense", "flex"] = Field(
-        "auto", description="masks of trunks with branches; flex = FlexAttention; auto = flex for long rows on CUDA"
-    )
-    engine: Literal["auto", "eager", "graph", "fused"] = Field(
-        "auto",
-        description="how texts are decoded: graph = a CUDA graph a round, auto on CUDA; fused = compiled too; eager",
-    )
-    trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
-
-
-class ResponsePart(Part):
-    """How the target answers the prompts that carry no answer (and all of them with `regenerate`)."""
-
-    regenerate: bool = Field(True, description="let the target answer every prompt, also those that carry an answer")
-    max_new_tokens: int = Field(256, ge=2, description="longest answer, in tokens")
-    temperature: float = Field(0.0, ge=0, description="0 = greedy; the fast evaluation needs greedy answers")
-    top_k: int = Field(0, ge=0, description="draw from the k most likely tokens; 0 = all")
-    top_p: float = Field(1.0, gt=0, le=1, description="draw from the smallest set of tokens with this mass; 1 = all")
-    samples: int = Field(1, ge=1, description="answers per training prompt; more than one needs a temperature above 0")
-    batch_size: int = Field(16, ge=1, description="prompts answered at a time")
-    server: str | None = Field(
-        None, description="URL of a running OpenAI-compatible server that answers instead; its tokens are checked"
-    )
-    server_model: str | None = Field(None, description="name of the model on the server; default: the only one there")
-    server_concurrency: int = Field(16, ge=1, description="requests under way at a time")
-    server_key_env: str | None = Field(
-        None, description="environment variable that holds the server's API key; the key itself is never stored"
-    )
-
-    @model_validator(mode="after")
-    def _check_server(self) -> ResponsePart:
-        if self.server is not None and not self.server.startswith(("http://", "https://")):
-            raise ValueError(f"server {self.server!r} is no URL; write it like http://127.0.0.1:8000/v1")
-        if self.server is None and (self.server_model or self.server_key_env):
-            raise ValueError("server_model and server_key_env mean nothing without server; name the server's URL")
-        return self
-
-    @model_validator(mode="after")
-    def _check_samples(self) -> ResponsePart:
-        if self.samples > 1 and self.temperature == 0:
-            raise ValueError("several samples at temperature 0 are one and the same answer; raise the temperature")
-        return self
 
 
 class DataPart(Part):
@@ -103,18 +41,26 @@ class DataPart(Part):
 class DrafterPart(Part):
     """The model that proposes."""
 
-    family: Literal["dflash", "eagle3", "mtp"] = Field(
+    family: Literal["dflash", "eagle3", "dspark", "mtp"] = Field(
         "dflash",
-        description="architecture; dflash drafts a whole block in one forward, eagle3 token by token in one layer; mtp "
-        "(multi-token prediction) likewise, in one layer of the target's own class behind its last",
+        description="architecture; dflash drafts a whole block in one forward; dspark adds a Markov head that looks at "
+        "the token before, and a confidence head; eagle3 drafts token by token in one layer; mtp (multi-token "
+        "prediction) likewise, in one layer of the target's own class behind its last",
     )
     init: str | None = Field(
         None,
         description="a drafter directory, or `bundled`, to start from; the shape then comes from it; or `native`: the "
         "multi-token-prediction head in the target's own checkpoint",
     )
-    block_size: int = Field(8, ge=2, description="anchor slot + drafted slots: block_size - 1 tokens are drafted")
-    layers: int | None = Field(None, ge=1, description="decoder layers of the drafter; default: dflash 2, eagle3 1")
+    block_size: int = Field(
+        8,
+        ge=2,
+        description="slots of a block, the anchor's included: block_size - 1 tokens are drafted; dspark drafts "
+        "block_size, for its anchor slot predicts too",
+    )
+    layers: int | None = Field(
+        None, ge=1, description="decoder layers of the drafter; default: dflash and dspark 2, eagle3 1"
+    )
     target_layers: list[int] | None = Field(
         None, description="target layers whose output it reads, ascending; default: evenly spread"
     )
@@ -137,6 +83,22 @@ class DrafterPart(Part):
     heads: int | None = Field(None, ge=1, description="attention heads; default: the target's")
     kv_heads: int | None = Field(None, ge=1, description="key/value heads; default: the target's")
     head_dim: int | None = Field(None, ge=2, description="default: the target's")
+    markov: Literal["vanilla", "gated", "rnn", "none"] | None = Field(
+        None,
+        description="dspark: what the token before adds to the logits; gated: as the hidden row lets it through; rnn: "
+        "with a state along the block; default: vanilla",
+    )
+    markov_rank: int | None = Field(None, ge=1, description="dspark: rank of what the Markov head adds; default: 256")
+    confidence: bool | None = Field(
+        None,
+        description="dspark: a head that tells how likely each draft is to be accepted, so that unlikely ones need not "
+        "be verified; default: true",
+    )
+
+    @property
+    def may_have_confidence(self) -> bool:
+        """Whether it has a confidence head, as far as the recipe says; where it starts from a folder, that decides."""
+        return self.init is not None or (self.family == "dspark" and self.confidence is not False)
 
     @model_validator(mode="after")
     def _check_family(self) -> DrafterPart:
@@ -175,6 +137,12 @@ class ObjectivePart(Part):
     ce_weight: float = Field(
         0.1, ge=0, description="tv, nla, e2e_tv: times the cross-entropy of the known labels, added; 0 = none"
     )
+    confidence_weight: float | None = Field(
+        None,
+        ge=0,
+        description="times the binary cross-entropy of the drafter's confidence in each token against its alpha, added "
+        "to any kind; 0 = none; default: 1 where the drafter has a confidence head",
+    )
     gamma: float = Field(0.8, gt=0, le=1, description="draft_opd: rejected weight gamma^(k-1); 1 = no decay")
     accepted: Literal["forward_kl", "reverse_kl", "ce"] = Field(
         "forward_kl", description="draft_opd: loss on accepted tokens"
@@ -204,7 +172,7 @@ class ObjectivePart(Part):
     def _check_temperature(self) -> ObjectivePart:
         if self.temperature == 0 and self.kind not in ("tv", "e2e_tv"):
             raise ValueError(f"temperature 0 is for kind tv and e2e_tv; {self.kind} needs a temperature above 0")
-        _no_overflow(self.temperature)
+        no_overflow(self.temperature)
         return self
 
 
@@ -230,7 +198,7 @@ class BranchPart(Part):
     """Branches sampled from the current drafter (proposals: sampled), scored in one target forward."""
 
     temperature: float = Field(1.0, ge=0, description="the drafter's tokens are drawn at it; 0 = all greedy")
-    _check = field_validator("temperature")(_no_overflow)
+    _check = field_validator("temperature")(no_overflow)
     greedy_share: float = Field(0.0, ge=0, le=1, description="share of the branches that are the drafter's argmax")
     state: Literal["recompute", "keep"] = Field(
         "recompute",
@@ -391,6 +359,11 @@ class Recipe(Part):
                 raise ValueError(f"stage name {stage.name!r} is taken")
             if stage.start not in ("previous", "init", *seen):
                 raise ValueError(f"stage {stage.name!r} starts from {stage.start!r}, which is no earlier stage")
+            if stage.objective.confidence_weight and not self.drafter.may_have_confidence:
+                raise ValueError(
+                    f"stage {stage.name!r} has a confidence_weight, and the drafter has no confidence head; that needs"
+                    " drafter.family: dspark, and not confidence: false"
+                )
             seen.append(stage.name)
         if self.schema_version != SCHEMA:
             raise ValueError(f"schema {self.schema_version} is not {SCHEMA}, the one that this version reads")

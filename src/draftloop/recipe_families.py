@@ -7,12 +7,16 @@ from typing import Any
 
 # key of `drafter` -> the families that it is for; such keys default to null, so that what was given is seen
 FAMILY_KEYS: dict[str, tuple[str, ...]] = {
-    "mask_token": ("dflash",),
+    "mask_token": ("dflash", "dspark"),
     "draft_vocab": ("eagle3",),
     # mtp is one layer of the target's own shape behind its last
     **dict.fromkeys(
-        ("layers", "target_layers", "taps", "intermediate_size", "heads", "kv_heads", "head_dim"), ("dflash", "eagle3")
+        ("layers", "target_layers", "taps", "intermediate_size", "heads", "kv_heads", "head_dim"),
+        ("dflash", "dspark", "eagle3"),
     ),
+    "markov": ("dspark",),
+    "markov_rank": ("dspark",),
+    "confidence": ("dspark",),
 }
 
 
@@ -26,4 +30,6 @@ def why_strange(family: str, given: Mapping[str, Any]) -> str | None:
     for key, families in FAMILY_KEYS.items():
         if given.get(key) is not None and family not in families:
             return f"{key} means nothing for family {family}; it is for {' and '.join(families)}"
+    if given.get("markov") == "none" and given.get("markov_rank") is not None:
+        return "markov_rank means nothing without a Markov head (markov: none)"
     return None

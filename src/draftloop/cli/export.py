@@ -20,8 +20,9 @@ def export(
         Literal["vllm", "sglang", "both"], typer.Option("--for", help="The engine that is to serve it.")
     ] = "both",
     form: Annotated[
-        Literal["zlab", "speculators"], typer.Option(help="zlab: vLLM and SGLang read it; speculators: vLLM alone.")
-    ] = "zlab",
+        Literal["zlab", "deepspec", "speculators"] | None,
+        typer.Option(help="zlab (DFlash), deepspec (DSpark): vLLM and SGLang; speculators: vLLM alone."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Where to (default: RUN/export-ENGINE[-speculators]).")
     ] = None,
@@ -42,6 +43,7 @@ def export(
     from draftloop.formats.load import load_drafter
     from draftloop.formats.serving import TITLES
     from draftloop.formats.target_config import check_target_folder
+    from draftloop.formats.writers import writer_of
 
     folder = drafter_folder(run)
     drafter = load_drafter(folder)
@@ -49,7 +51,8 @@ def export(
     if name is not None:
         check_target_folder(drafter.spec, name)
     unsure = _unlike(name, drafter.spec.made_for)
-    place = f"export-{engine}" if form == "zlab" else f"export-{engine}-{form}"
+    own = form is None or form == writer_of(drafter.spec)[1]
+    place = f"export-{engine}" if own else f"export-{engine}-{form}"
     made = run_export(
         drafter,
         out or (run / place if run.exists() else Path(f"{run}-{place}")),  # the bundled drafter: not into the package

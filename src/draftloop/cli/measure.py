@@ -13,6 +13,11 @@ from rich.console import Console
 from draftloop.cli.app import AsJson, EngineName, Files, TargetName, Trust, app, drafter_folder
 from draftloop.core.errors import EnvironmentFault, InputError
 
+Confidence = Annotated[
+    float | None,
+    typer.Option(help="Verify drafts while the product of the drafter's confidences is at least this; default: all."),
+]
+
 
 @app.command()
 def evaluate(
@@ -33,6 +38,7 @@ def evaluate(
     ] = "match",
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 128,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 1,
+    confidence: Confidence = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Use at most this many prompts.")] = None,
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="Of the target.")] = "auto",
     cache: Annotated[Path, typer.Option(help="Where the target's answers are kept.")] = Path("runs/evaluate"),
@@ -47,7 +53,7 @@ def evaluate(
         draftloop evaluate runs/a runs/b --offline --temperature 1 --rule ratio
     """
     from draftloop import api
-    from draftloop.evaluate.table import evaluation_table, gain_sentence
+    from draftloop.evaluate.table import evaluation_table, gain_sentence, saving_sentence
     from draftloop.train.progress import reporting
 
     if offline and decode:
@@ -74,6 +80,7 @@ def evaluate(
             top_p=top_p,
             rule=rule,
             batch_size=batch_size,
+            confidence=confidence,
             limit=limit,
             advance=advance,
         )
@@ -89,6 +96,8 @@ def evaluate(
         return
     console = Console()
     console.print(evaluation_table(found.acceptance, name=str(drafters[0])))
+    if confidence is not None:
+        console.print("\n" + saving_sentence(found.acceptance, model.spec.drafted), highlight=False, markup=False)
     for name, (part, _) in zip(drafters[1:], found.against, strict=True):
         console.print()
         console.print(evaluation_table(part, name=str(name)))
@@ -112,6 +121,7 @@ def audit(
     target: TargetName = "smollm2",
     count: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 64,
+    confidence: Confidence = None,
     engine: EngineName = "auto",
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
@@ -123,7 +133,8 @@ def audit(
     asked = [list(p.question) for p in read_prompts(prompts, Path("."), count)]
     loaded = api.load_target(target, dtype="float32", trust_remote_code=trust_remote_code)
     loaded.engine = engine
-    found = api.audit(loaded, api.load_drafter(drafter_folder(drafter), loaded), asked, max_new_tokens=max_new_tokens)
+    model = api.load_drafter(drafter_folder(drafter), loaded)
+    found = api.audit(loaded, model, asked, max_new_tokens=max_new_tokens, confidence=confidence)
     if as_json:
         print(json.dumps(asdict(found), indent=2))
     else:

@@ -28,7 +28,7 @@ class Line:
     Attributes:
         anchor, accepted, ended: as in `Step` and `Generation`.
         tokens: committed; empty where the row stood still.
-        proposed, log_q: the drafts.
+        proposed, log_q: the drafts that were verified.
         done: whether the row has ended.
     """
 
@@ -42,7 +42,7 @@ class Line:
 
 
 _DRAWS = (Purpose.TARGET, Purpose.DRAFT, Purpose.ACCEPT, Purpose.RESIDUAL)
-_HEAD = 5  # stop, anchor, accepted, ended, done; then K + 1 tokens, then K drafts
+_HEAD = 6  # stop, anchor, accepted, ended, done, verified; then K + 1 tokens, then K drafts
 
 
 class FixedRows(RowState):
@@ -105,7 +105,9 @@ class FixedRows(RowState):
         cut = out.cut
         stop = cut.stop.masked_fill(self.done, 0)
         done = self.done | cut.done
-        head = torch.stack([stop, self.anchor, out.verdict.accepted, cut.ended.long(), done.long()], 1)
+        lengths = out.proposal.lengths
+        lengths = torch.full_like(stop, self.drafted) if lengths is None else lengths
+        head = torch.stack([stop, self.anchor, out.verdict.accepted, cut.ended.long(), done.long(), lengths], 1)
         self.log.index_copy_(0, self.at, torch.cat([head, out.tokens, out.proposal.tokens], 1).unsqueeze(0))
         if self.drafted:
             self.scores.index_copy_(0, self.at, out.proposal.log_q.unsqueeze(0))
@@ -173,18 +175,18 @@ def lines(log: Tensor, scores: Tensor, drafted: int) -> list[list[Line | None]]:
     """Read a piece of the log on the host: for each round and row what it did, None where it stood still.
 
     Args:
-        log: int64 [n, rows, 5 + 2 K + 1], on the CPU.
+        log: int64 [n, rows, 6 + 2 K + 1], on the CPU.
         scores: float32 [n, rows, K].
         drafted: K.
     """
     first = _HEAD + drafted + 1
 
     def line(row: list[int], q: list[float]) -> Line | None:
-        stop, anchor, accepted, ended, done = row[:_HEAD]
+        stop, anchor, accepted, ended, done, verified = row[:_HEAD]
         if not stop:
             return None
-        tokens, proposed = tuple(row[_HEAD : _HEAD + stop]), tuple(row[first:])
-        return Line(anchor, accepted, bool(ended), bool(done), tokens, proposed, tuple(q))
+        tokens, proposed = tuple(row[_HEAD : _HEAD + stop]), tuple(row[first : first + verified])
+        return Line(anchor, accepted, bool(ended), bool(done), tokens, proposed, tuple(q[:verified]))
 
     none: list[list[float]] = [[]] * log.shape[1]
     return [

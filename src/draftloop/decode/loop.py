@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftloop.core.errors import InputError
@@ -19,6 +20,7 @@ from draftloop.decode.graph import GraphEngine, unsupported
 from draftloop.decode.round import Cut, RowState
 from draftloop.decode.rules import Proposal, Verdict
 from draftloop.decode.trace import Commit, Drafts, Engine, Generation, Options, Request, Step
+from draftloop.drafter.draft import has_confidence
 
 
 def decode(target: Any, drafter: Any | None, requests: Sequence[Request], options: Options) -> list[Generation]:
@@ -69,7 +71,7 @@ class Decoder:
     """
 
     def __init__(self, target: Any, drafter: Any | None, options: Options, requests: Sequence[Request]) -> None:
-        _check(target, requests, options)
+        _check(target, drafter, requests, options)
         self._target, self._drafter, self._requests = target, drafter, requests
         self.options = replace(options, engine=engine_of(target, drafter, options))
         self._fixed: GraphEngine | None = None
@@ -109,8 +111,23 @@ class Decoder:
                 yield batch.publish(batch.round(), indices, results)
 
 
-def _check(target: Any, requests: Sequence[Request], options: Options) -> None:
+def check_confidence(drafter: Any | None, options: Options) -> None:
+    """Refuse to go by the confidence of a drafter that has none.
+
+    Raises:
+        InputError: it is asked for and there is none.
+    """
+    if options.confidence is not None and drafter is not None and not has_confidence(drafter):
+        raise InputError(
+            "confidence is asked for, and the drafter has no confidence head",
+            where="--confidence",
+            fix="Leave it out, or use a DSpark drafter with one.",
+        )
+
+
+def _check(target: Any, drafter: Any | None, requests: Sequence[Request], options: Options) -> None:
     """Refuse what cannot be decoded before anything is."""
+    check_confidence(drafter, options)
     for number, request in enumerate(requests):
         where = f"request {number}"
         if not request.ids:
@@ -154,13 +171,19 @@ class _Batch(RowState):
         self._keep(outcome.fed, outcome.verdict.accepted + 1)
         return self._commit(outcome.tokens, outcome.cut, outcome.proposal, outcome.verdict)
 
+    def _fit(self, proposal: Proposal) -> Proposal:
+        """Feed no more drafts than the row that has most of them verified."""
+        return proposal if proposal.lengths is None else proposal.narrowed(int(proposal.lengths.max()))
+
     def _keep(self, rows: Any, fed: Tensor) -> None:
         """Remember features and hidden rows of what was fed; `fed` [b] of them lie on the committed text."""
         if not self.options.record:
             return
         for i, (row, n) in enumerate(zip(self.which, fed.tolist(), strict=True)):
             feature = None if rows.features is None else rows.features[i, :n].clone()
-            verified = rows.hidden[i].clone() if self.kept[row] and self.drafted else None
+            verified = None
+            if self.kept[row] and self.drafted:
+                verified = F.pad(rows.hidden[i], (0, 0, 0, self.drafted + 1 - rows.hidden.shape[1]))
             self.kept[row].append((feature, rows.hidden[i, :n].clone(), verified))
 
     def _commit(
@@ -174,10 +197,12 @@ class _Batch(RowState):
         drafts = proposal.tokens.tolist() if proposal is not None else []
         scores = proposal.log_q.tolist() if proposal is not None else []
         accepted = verdict.accepted.tolist() if verdict is not None else []
+        lengths = proposal.lengths.tolist() if proposal is not None and proposal.lengths is not None else None
         for i, (row, line, n, ended, anchor) in enumerate(listed):
             step = None
             if verdict is not None:
-                step = Step(anchor, tuple(drafts[i]), tuple(scores[i]), accepted[i], n)
+                seen = slice(None if lengths is None else lengths[i])
+                step = Step(anchor, tuple(drafts[i][seen]), tuple(scores[i][seen]), accepted[i], n)
             out.append((row, line[:n], ended, step))
         self.last, self.anchor = cut.last, self.anchor + cut.stop
         self._drop(cut.done)

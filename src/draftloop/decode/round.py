@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftloop.core.draws import Purpose, uniforms
 from draftloop.core.law import Law
-from draftloop.decode.rules import Coins, Proposal, Verdict, verify
+from draftloop.decode.rules import Coins, Proposal, Verdict, trusted, verify
 from draftloop.decode.trace import Drafts, Options, Request
 
 
@@ -41,8 +41,8 @@ class Outcome:
     """One verification of every row.
 
     Attributes:
-        fed: hidden rows [b, K + 1, H] and features of the block.
-        tokens: int64 [b, K + 1], the accepted drafts and what the target adds; what stands behind `cut.stop` is void.
+        fed: hidden rows [b, n + 1, H] and features of the block; n = K, or as many drafts as were verified.
+        tokens: int64 [b, n + 1], the accepted drafts and what the target adds; what stands behind `cut.stop` is void.
     """
 
     fed: Any
@@ -124,7 +124,7 @@ class RowState:
 
     def play(self) -> Outcome:
         """Draft and verify one block a row. Writes to the caches, moves no row."""
-        proposal = self._propose()
+        proposal = self._fit(self._propose())
         block = torch.cat([self.last.unsqueeze(1), proposal.tokens], 1)
         positions = self.anchor.unsqueeze(1) + torch.arange(block.shape[1], device=block.device)
         fed = self.target.extend(self.cache, block, positions, self.taps)
@@ -132,9 +132,9 @@ class RowState:
             # rejected positions too: they are overwritten before any anchor rises above them
             self.drafter.extend(self.context, fed.features, positions, block)  # type: ignore[union-attr]
         law = self.target.law(fed.hidden.flatten(0, 1), self.options.sampling)
-        verdict = verify(self.options.rule, proposal, law, self._coins())
+        verdict = verify(self.options.rule, proposal, law, self._coins(proposal.tokens.shape[1]))
         tokens = verdict.token.unsqueeze(1)
-        if self.drafted:
+        if proposal.tokens.shape[1]:
             tokens = torch.cat([proposal.tokens, tokens], 1).scatter(1, verdict.accepted.unsqueeze(1), tokens)
         return Outcome(fed, proposal, verdict, tokens, self._cut(tokens, verdict.accepted + 1))
 
@@ -153,7 +153,15 @@ class RowState:
             return tokens.view(rows.shape[:2]), scores.view(rows.shape[:2])
 
         tokens, log_q, rows = self.drafter.draft(self.context, self.anchor, self.last).drawn(choose)
-        return Proposal(tokens, log_q, Law(rows.flatten(0, 1), readout, drafting))
+        lengths = None
+        if self.options.confidence is not None:
+            sure = self.drafter.confidence(rows, self.last, tokens)  # type: ignore[attr-defined]  # checked: it has a head
+            lengths = trusted(sure, self.options.confidence)
+        return Proposal(tokens, log_q, Law(rows.flatten(0, 1), readout, drafting), lengths)
+
+    def _fit(self, proposal: Proposal) -> Proposal:
+        """What of a proposal the target is fed: here all of it, for shapes may be fixed."""
+        return proposal
 
     def _uniform(self, purpose: Purpose, position: Tensor, anchor: Tensor | None = None) -> Tensor:
         """Keyed uniforms of the shape of `position` ([b] or [b, n])."""
@@ -162,14 +170,14 @@ class RowState:
             keys = [key.unsqueeze(1) for key in keys]
         return uniforms(self.options.seed, purpose, *keys, position)
 
-    def _coins(self) -> Coins:
+    def _coins(self, drafted: int) -> Coins:
         device = self.anchor.device
-        unused = torch.empty(len(self.anchor), self.drafted + 1, dtype=torch.float64, device=device)
+        unused = torch.empty(len(self.anchor), drafted + 1, dtype=torch.float64, device=device)
         if self.options.sampling.greedy:
             return Coins(unused, unused[:, 1:], unused[:, 1:])
-        place = self.anchor.unsqueeze(1) + torch.arange(1, self.drafted + 2, device=device)
+        place = self.anchor.unsqueeze(1) + torch.arange(1, drafted + 2, device=device)
         target = self._uniform(Purpose.TARGET, place)
-        if self.options.rule == "match" or not self.drafted:
+        if self.options.rule == "match" or not drafted:
             return Coins(target, unused[:, 1:], unused[:, 1:])
         return Coins(
             target,

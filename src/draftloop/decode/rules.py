@@ -8,10 +8,12 @@ model, no loop, no random stream, so that tests can enumerate the law of the out
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftloop.core.law import Law, inverse_cdf
@@ -27,11 +29,26 @@ class Proposal:
         tokens: int64 [b, K].
         log_q: float32 [b, K], the log-probability each token was really drawn with (0 for an argmax).
         law: the law they were drawn from; hidden [b * K, H].
+        lengths: int64 [b], how many of them are verified; None = all. Whether token k is may depend on the tokens
+            before it and on the drafter's rows, never on token k itself: under `ratio` that would change the text's
+            law.
     """
 
     tokens: Tensor
     log_q: Tensor
     law: Law
+    lengths: Tensor | None = None
+
+    def narrowed(self, width: int) -> Proposal:
+        """Its first tokens alone, at least as many as any row has verified."""
+        b, k = self.tokens.shape
+        hidden = self.law.hidden.view(b, k, self.law.hidden.shape[-1])[:, :width].flatten(0, 1)
+        return Proposal(self.tokens[:, :width], self.log_q[:, :width], replace(self.law, hidden=hidden), self.lengths)
+
+    def among(self) -> Tensor:
+        """Bool [b or 1, K], which tokens are verified."""
+        place = torch.arange(self.tokens.shape[1], device=self.tokens.device).unsqueeze(0)
+        return place < self.tokens.shape[1] if self.lengths is None else place < self.lengths.unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -55,7 +72,7 @@ class Verdict:
 
     Attributes:
         accepted: int64 [b], r = drafted tokens that survive.
-        token: int64 [b], the token committed after them (correction, or bonus when r = K).
+        token: int64 [b], the token committed after them (correction, or bonus where all that were verified survive).
     """
 
     accepted: Tensor
@@ -67,8 +84,23 @@ def leading(run: Tensor) -> Tensor:
     return run.long().cumprod(-1).sum(-1)
 
 
+def trusted(confidence: Tensor, threshold: float) -> Tensor:
+    """How many drafts are worth verifying: while the product of their confidences is at least the threshold.
+
+    Confidence in draft k reads the tokens before it alone, and so does this count up to k.
+
+    Args:
+        confidence: logits [b, K], how likely each draft survives given that those before it did.
+        threshold: in (0, 1].
+
+    Returns:
+        int64 [b], 0 to K.
+    """
+    return leading(F.logsigmoid(confidence).cumsum(-1) >= math.log(threshold))
+
+
 def verify(rule: Rule, proposal: Proposal, target: Law, coins: Coins) -> Verdict:
-    """Decide K drafted tokens a row.
+    """Decide K drafted tokens a row, or the first `proposal.lengths` of them.
 
     Args:
         rule: `match` or `ratio`; at temperature 0 they are the same.
@@ -84,13 +116,14 @@ def verify(rule: Rule, proposal: Proposal, target: Law, coins: Coins) -> Verdict
 def _match(proposal: Proposal, target: Law, coins: Coins) -> Verdict:
     b, k = proposal.tokens.shape
     sample = target.draw(coins.target.reshape(-1))[0].view(b, k + 1)
-    accepted = leading(proposal.tokens == sample[:, :k])
+    accepted = leading((proposal.tokens == sample[:, :k]) & proposal.among())
     return Verdict(accepted, sample.gather(1, accepted.unsqueeze(1)).squeeze(1))
 
 
 def _ratio(proposal: Proposal, target: Law, coins: Coins, chunk: int = 32) -> Verdict:
     b, k = proposal.tokens.shape
     accepted, token = [], []
+    among = proposal.among().expand(b, k)
     for start in range(0, b, chunk):
         rows = range(start, min(start + chunk, b))
         n = len(rows)
@@ -98,8 +131,9 @@ def _ratio(proposal: Proposal, target: Law, coins: Coins, chunk: int = 32) -> Ve
         log_p = target.rows(slice(start * (k + 1), (start + n) * (k + 1))).log_probs().view(n, k + 1, -1)
         of_drafts = log_p[:, :k].gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
         ratio = (of_drafts.double() - proposal.log_q[start : start + n].double()).exp()
-        r = leading(coins.accept[start : start + n] < ratio)
-        full = r == k
+        verified = among[start : start + n]
+        r = leading((coins.accept[start : start + n] < ratio) & verified)
+        full = r == verified.sum(-1)
         p = log_p[torch.arange(n, device=r.device), r].double().exp()
         place = (torch.arange(start, start + n, device=r.device) * k + r).clamp(max=(start + n) * k - 1)
         q = proposal.law.rows(place).log_probs().double().exp()
@@ -107,7 +141,8 @@ def _ratio(proposal: Proposal, target: Law, coins: Coins, chunk: int = 32) -> Ve
         # rounding can reject where p = q and leave nothing: then any draw from p is right
         weight = torch.where((full | (left.sum(-1) <= 0)).unsqueeze(-1), p, left)
         last = coins.residual[start : start + n].gather(1, r.clamp(max=k - 1).unsqueeze(1)).squeeze(1)
-        uniform = torch.where(full, coins.target[start : start + n, k], last)
+        bonus = coins.target[start : start + n].gather(1, r.unsqueeze(1)).squeeze(1)
+        uniform = torch.where(full, bonus, last)
         accepted.append(r)
         token.append(inverse_cdf(weight.log(), uniform))
     return Verdict(torch.cat(accepted), torch.cat(token))

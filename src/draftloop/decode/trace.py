@@ -46,6 +46,9 @@ class Options:
         seed: of the keyed draws.
         batch_size: rows decoded together.
         record: keep in each generation the tapped features and the target's hidden rows (for training).
+        confidence: verify a draft while the product of the drafter's confidences up to it is at least this, in (0, 1];
+            None = verify all. The text's law stays the same. Needs a drafter with a confidence head. Where rounds have
+            fixed shapes the target's forward is as wide as ever, so that it saves nothing there.
         engine: how rounds run. eager = one after the other, the reference; graph = with fixed shapes, on CUDA each a
             single graph; fused = the same, with compiled layers; auto = what the target says (`Target.engine`), which
             unless told otherwise is graph on CUDA, where target and drafter have fixed shapes, and else eager.
@@ -62,6 +65,7 @@ class Options:
     batch_size: int = 16
     record: bool = False
     engine: Engine = "auto"
+    confidence: float | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1 or self.batch_size < 1:
@@ -70,6 +74,11 @@ class Options:
             raise InputError(f"there is no verification rule {self.rule!r}", fix="Use match or ratio.")
         if self.engine not in get_args(Engine):
             raise InputError(f"there is no engine {self.engine!r}", fix=f"Use one of {', '.join(get_args(Engine))}.")
+        if self.confidence is not None and not 0 < self.confidence <= 1:
+            raise InputError(
+                f"confidence {self.confidence} is not in (0, 1]",
+                fix="Use about 0.1 to 0.5, or leave it out to verify all.",
+            )
         if self.draft_sampling is not None and self.drafting != self.draft_sampling:
             raise InputError(
                 "draft_sampling has no effect where drafts are the argmax",
@@ -90,7 +99,7 @@ class Step:
 
     Attributes:
         anchor: position of the last committed token when the block began.
-        proposed: the K drafted tokens.
+        proposed: the drafted tokens that were verified: K, or fewer where the drafter's confidence was too small.
         log_q: log-probability each was drawn with.
         accepted: r, drafted tokens that survived verification.
         committed: tokens committed, correction or bonus included, after cutting at end-of-sequence or length.
@@ -115,7 +124,8 @@ class Generation:
             no drafts and commit one token each.
         features: [T - 1, F * H] tapped features of every position that was fed, if recorded.
         hidden: [T - 1, H] hidden rows of the same positions, if recorded.
-        verified: [len(steps), K + 1, H] hidden rows of each verification on the drafter's own prefix, if recorded.
+        verified: [len(steps), K + 1, H] hidden rows of each verification on the drafter's own prefix, if recorded; void
+            behind the tokens that were verified.
     """
 
     prompt: tuple[int, ...]

@@ -162,7 +162,7 @@ class DFlash(ParallelDrafter, nn.Module):
         assert self._borrowed is not None, "bind the drafter to a target first"
         if self.mask_embedding is not None:
             first = self._own(self._borrowed[0](tokens)).unsqueeze(-2)
-            masks = self.mask_embedding.to(first.dtype).expand(*tokens.shape, self.spec.drafted, -1)
+            masks = self.mask_embedding.to(first.dtype).expand(*tokens.shape, self.spec.block_size - 1, -1)
             return torch.cat([first, masks], -2)
         ids = tokens.unsqueeze(-1).repeat_interleave(self.spec.block_size, -1)
         ids[..., 1:].fill_(self.spec.mask_token_id)
@@ -198,7 +198,7 @@ class DFlash(ParallelDrafter, nn.Module):
         mask = block_mask(anchor, features.shape[1], size, self.causal)
         for layer in self.layers:
             x = layer(x, positions, self._context_kv(layer, context, where), mask)
-        return self.norm(x).unflatten(1, (n, size))[:, :, 1:]  # type: ignore[no-any-return]
+        return self.norm(x).unflatten(1, (n, size))[:, :, size - self.spec.drafted :]  # type: ignore[no-any-return]
 
     def new_cache(self, capacity: int) -> DraftCache:
         """An empty context cache for texts of at most `capacity` tokens."""
@@ -242,4 +242,4 @@ class DFlash(ParallelDrafter, nn.Module):
         x = self._block(tokens)
         for i, layer in enumerate(self.layers):
             x = layer(x, positions, cache.read(i, span), mask)
-        return self.norm(x)[:, 1:]  # type: ignore[no-any-return]
+        return self.norm(x)[:, size - self.spec.drafted :]  # type: ignore[no-any-return]

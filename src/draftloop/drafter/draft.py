@@ -85,6 +85,11 @@ class ParallelDraft(Draft):
         return tokens, scores, self.rows
 
 
+def has_confidence(drafter: Any) -> bool:
+    """Whether it tells how likely its drafts are to be accepted: `confidence(rows, anchor, tokens) -> logits`."""
+    return bool(getattr(drafter.spec, "confidence", False))
+
+
 class ParallelDrafter:
     """What a parallel drafter offers besides its two forwards, `begin` from a cache and the packed call."""
 

@@ -28,7 +28,8 @@ class DrafterSpec:
 
     Attributes:
         family: whose shape this is, as `drafter.family` of a recipe spells it.
-        block_size: B = anchor slot + K drafted slots.
+        block_size: B, slots of a block, the anchor's included, in every family and in every checkpoint form. How many
+            tokens that drafts is `drafted`.
         target_layers: tapped decoder layers, strictly ascending, 0-based (the output of that layer).
         made_for: free-form facts about the target it was trained for (fingerprints), kept in the checkpoint.
     """
@@ -52,14 +53,14 @@ class DrafterSpec:
 
     @property
     def drafted(self) -> int:
-        """K = B - 1 tokens a block."""
+        """K tokens a block: B - 1 unless the family's anchor slot predicts too."""
         return self.block_size - 1
 
     def __post_init__(self) -> None:
         for what in ("hidden_size", "layers", "heads", "kv_heads", "head_dim", "intermediate_size"):
             if getattr(self, what) < 1:
                 raise InputError(f"{what} {getattr(self, what)} is not a size", fix="Use at least 1.")
-        if self.block_size < 2:
+        if self.drafted < 1:
             raise InputError(
                 f"block_size {self.block_size} drafts nothing",
                 fix="Use at least 2 (one anchor slot, one drafted slot).",
@@ -271,12 +272,14 @@ def shape_for(part: DrafterPart, target: Any, layers: tuple[int, ...], depth: in
 
 def dflash_spec(part: DrafterPart, target: Any) -> DFlashSpec:
     """The shape of a DFlash drafter for a target; as `shape_for`."""
-    layers = (
-        ()
-        if part.target_layers is not None
-        else default_target_layers(target.num_layers, part.taps or part.layers or DEPTH)
-    )
-    return DFlashSpec(**shape_for(part, target, layers), **mask_for(part, target))
+    return DFlashSpec(**block_shape(part, target))
+
+
+def block_shape(part: DrafterPart, target: Any) -> dict[str, Any]:
+    """The fields of `DFlashSpec`, shared by all that draft a block at once; as `shape_for`."""
+    taps = part.taps or part.layers or DEPTH
+    layers = () if part.target_layers is not None else default_target_layers(target.num_layers, taps)
+    return {**shape_for(part, target, layers), **mask_for(part, target)}
 
 
 def mask_for(part: DrafterPart, target: Any) -> dict[str, Any]:

@@ -87,6 +87,7 @@ def audit(
     *,
     max_new_tokens: int,
     batch_size: int = 8,
+    confidence: float | None = None,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> Audit:
     """Decode the requests plainly and with each drafter, and compare.
@@ -97,9 +98,10 @@ def audit(
         requests: (prompt id, request).
         max_new_tokens: length limit.
         batch_size: rows of speculative decoding; plain decoding runs at the same.
+        confidence: as in `Options`; shortens what is verified, and must not change a token.
         advance: called with (decodes done, decodes in all).
     """
-    options = Options(max_new_tokens, batch_size=batch_size)
+    options = Options(max_new_tokens, batch_size=batch_size, confidence=confidence)
     wanted = [request for _, request in requests]
     plain = decode(target, None, wanted, options)
     gaps = [_gaps(target, request.ids, made.tokens) for request, made in zip(wanted, plain, strict=True)]

@@ -164,7 +164,8 @@ def tally_chain(id: str, set: str, keep: NDArray[np.float64]) -> Tally:
             ring[(at + gain) % len(ring), 1:] += share * here[:-1]
     rounds = ring[n % len(ring), 1:]
     tau = float((rounds * (n / np.arange(1, n + 1))).sum())
-    return Tally(id, set, n, float(steps), tau, tuple(survivors.tolist()), tuple(refusals.tolist()))
+    verified = float(steps) * drafted
+    return Tally(id, set, n, float(steps), tau, tuple(survivors.tolist()), tuple(refusals.tolist()), verified)
 
 
 def _keep(drafter: Any, lesson: Lesson, anchors: Tensor, log_p: Tensor | None, drafting: Sampling) -> Tensor:

@@ -38,6 +38,17 @@ def evaluation_table(acceptance: Acceptance, *, name: str = "drafter") -> Render
     return Group(_section(title, table), Text(), _position_section(shares))
 
 
+def saving_sentence(acceptance: Acceptance, drafted: int) -> str:
+    """Say how many drafts confidence kept from being verified.
+
+    Args:
+        acceptance: of steps that it shortened.
+        drafted: K.
+    """
+    saved, verified = acceptance.saved(drafted), acceptance.verified
+    return f"{verified:.2f} of {drafted} drafts verified a step, {saved:.2f} fewer for each token committed."
+
+
 def gain_sentence(gain: Paired, name: str, first: str) -> str:
     """Say how a drafter differs from the first one on the same answers."""
     low, high = gain.difference_interval

@@ -36,6 +36,8 @@ class Response:
         committed: tokens committed per step, after the cut; each >= 1.
         accepted: drafted tokens accepted per step, after the cut; each 0..drafted.
         drafted: K, tokens drafted per step.
+        lengths: drafts verified per step, each 0..drafted; None = all. A step that verified fewer says nothing of the
+            others.
 
     Raises:
         DraftloopError: the counts contradict each other.
@@ -46,6 +48,7 @@ class Response:
     committed: tuple[int, ...]
     accepted: tuple[int, ...]
     drafted: int
+    lengths: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         where = f"response {self.id!r}"
@@ -56,19 +59,27 @@ class Response:
             if not (0 <= accepted <= self.drafted and committed >= 1 and committed - accepted in (0, 1)):
                 what = f"step {step} commits {committed} tokens with {accepted} of {self.drafted} drafts accepted"
                 raise DraftloopError(what, where=where, fix="A step commits its accepted drafts and at most one more.")
+        if self.lengths is not None and (
+            len(self.lengths) != len(self.accepted)
+            or any(not a <= n <= self.drafted for a, n in zip(self.accepted, self.lengths, strict=True))
+        ):
+            raise DraftloopError("a step accepts more drafts than it verified, or verifies more than K", where=where)
 
     @property
     def tally(self) -> Tally:
         """Its steps, counted."""
         survivors, refusals = [0.0] * self.drafted, [0.0] * self.drafted
-        for committed, accepted in zip(self.committed, self.accepted, strict=True):
+        lengths = self.lengths if self.lengths is not None else (self.drafted,) * len(self.accepted)
+        for committed, accepted, verified in zip(self.committed, self.accepted, lengths, strict=True):
             for k in range(accepted):
                 survivors[k] += 1
-            if committed == accepted + 1 and accepted < self.drafted:  # it says no at position accepted + 1
+            if committed == accepted + 1 and accepted < verified:  # it says no at position accepted + 1
                 refusals[accepted] += 1
         tokens, steps = sum(self.committed), len(self.committed)
         tau = tokens / steps if steps else 0.0
-        return Tally(self.id, self.set, tokens, float(steps), tau, tuple(survivors), tuple(refusals))
+        return Tally(
+            self.id, self.set, tokens, float(steps), tau, tuple(survivors), tuple(refusals), float(sum(lengths))
+        )
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,7 @@ class Tally:
         tau: tokens / steps of this response (expected: the mean of that quotient, not the quotient of the means).
         survivors: [K] steps that accepted their drafts 1..k.
         refusals: [K] steps that accepted 1..k-1 and rejected the k-th.
+        verified: drafts that the steps verified.
     """
 
     id: str
@@ -92,6 +104,7 @@ class Tally:
     tau: float
     survivors: tuple[float, ...]
     refusals: tuple[float, ...]
+    verified: float
 
 
 @dataclass(frozen=True)
@@ -109,10 +122,12 @@ class Acceptance:
         per_position: [K] share of steps whose k-th draft was accepted, as vLLM reports it. Where steps were cut it is
             the product-limit estimate (Kaplan and Meier 1958), prod_{j<=k} of `conditional`, which without cut steps is
             that very share. Counting unseen positions as rejected, or dropping the cut steps, would bias it downwards,
-            because only steps that had accepted everything up to the cut are cut. None where nothing was seen.
+            because only steps that had accepted everything up to the cut are cut. None where nothing was seen. Where
+            confidence shortened the steps it is of the ones that were left long enough, which are the likelier ones.
         conditional: [K] alpha_k, share accepted among the steps whose drafts 1..k-1 were accepted and whose k-th draft
             was drafted and not cut off; None where there is no such step.
         sets: the same by prompt set, in order of name; empty in the parts.
+        verified: drafts verified a step, K unless confidence shortened them; None in older records.
     """
 
     tau_pooled: float
@@ -124,6 +139,11 @@ class Acceptance:
     per_position: tuple[float | None, ...]
     conditional: tuple[float | None, ...]
     sets: dict[str, Acceptance] = field(default_factory=dict)
+    verified: float | None = None
+
+    def saved(self, drafted: int) -> float | None:
+        """Drafts not verified for each token committed, against verifying all `drafted` at every step."""
+        return None if self.verified is None else (drafted - self.verified) / self.tau_pooled
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; None stays null, and there is no NaN."""
@@ -137,6 +157,7 @@ class Acceptance:
             "per_position": list(self.per_position),
             "conditional": list(self.conditional),
             "sets": {name: part.to_json() for name, part in self.sets.items()},
+            "verified": self.verified,
         }
 
     @classmethod
@@ -157,6 +178,7 @@ class Acceptance:
                 per_position=_shares(value["per_position"]),
                 conditional=_shares(value["conditional"]),
                 sets={name: cls.from_json(part) for name, part in value["sets"].items()},
+                verified=None if value.get("verified") is None else float(value["verified"]),
             )
         except KeyError as error:
             raise InputError(f"key {error.args[0]!r} is missing", where="acceptance record") from error
@@ -290,6 +312,7 @@ def _acceptance(walked: Sequence[Tally], sets: dict[str, Acceptance], resamples:
         per_position=per_position,
         conditional=conditional,
         sets=sets,
+        verified=float(sum(tally.verified for tally in walked) / steps.sum()),
     )
 
 

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from draftloop.core.errors import InputError
+from draftloop.core.law import Law, Sampling
 from draftloop.data.trunk import Trunk
+from draftloop.decode.rules import leading, trusted
 from draftloop.decode.trace import Generation
 from draftloop.evaluate.tau import Response
 from draftloop.supervise.lesson import FeatureStore, Lesson
@@ -22,7 +24,9 @@ from draftloop.supervise.propose import greedy_run
 
 
 @torch.no_grad()
-def walk(drafter: Any, lessons: Sequence[Lesson], store: FeatureStore, *, slots: int = 4096) -> list[Response]:
+def walk(
+    drafter: Any, lessons: Sequence[Lesson], store: FeatureStore, *, slots: int = 4096, confidence: float | None = None
+) -> list[Response]:
     """The verification steps that greedy decoding with this drafter would take on these trunks.
 
     Args:
@@ -30,6 +34,7 @@ def walk(drafter: Any, lessons: Sequence[Lesson], store: FeatureStore, *, slots:
         lessons: greedy trunks with one response each; features are computed where missing.
         store: where features come from.
         slots: drafted slots (anchors x block) in one forward.
+        confidence: as in `Options`.
 
     Raises:
         InputError: a trunk has several responses.
@@ -41,20 +46,48 @@ def walk(drafter: Any, lessons: Sequence[Lesson], store: FeatureStore, *, slots:
         anchors = anchors_of(lesson.trunk, store.target.device)
         store.fill([lesson])
         runs: list[int] = []
+        lengths: list[int] = []
         for part in anchors.split(per_forward) if len(anchors) else ():
-            runs += greedy_run(*drafted_rows(drafter, lesson, part), drafter.readout).tolist()
+            if confidence is None:
+                runs += greedy_run(*drafted_rows(drafter, lesson, part), drafter.readout).tolist()
+            else:
+                kept, verified_here = _shortened(drafter, lesson, part, confidence)
+                runs, lengths = runs + kept.tolist(), lengths + verified_here.tolist()
         store.release([lesson])
-        committed, accepted = [], []
+        committed, accepted, verified = [], [], []
         anchor = first
         while anchor < last:
-            run = runs[anchor - first]
+            length = lengths[anchor - first] if lengths else drafter.spec.drafted
+            run = min(runs[anchor - first], length)
+            verified.append(length)
             gain = min(run + 1, last - anchor)
             committed.append(gain)
             accepted.append(min(run, gain))
             anchor += gain
         name = f"{lesson.trunk.id}#{lesson.trunk.sample}"
-        out.append(Response(name, lesson.trunk.set, tuple(committed), tuple(accepted), drafter.spec.drafted))
+        shown = None if confidence is None else tuple(verified)
+        out.append(Response(name, lesson.trunk.set, tuple(committed), tuple(accepted), drafter.spec.drafted, shown))
     return out
+
+
+def _shortened(drafter: Any, lesson: Lesson, anchors: Tensor, confidence: float) -> tuple[Tensor, Tensor]:
+    """int64 [N] each: leading drafts that are the trunk's own, and how many would be verified.
+
+    How many depends on drafts that leave the trunk too, so that here the drafter goes its own way.
+    """
+    text = torch.tensor(lesson.trunk.tokens, device=anchors.device)
+    assert lesson.features is not None
+    draft = drafter.pack(lesson.features.unsqueeze(0), anchors.unsqueeze(0), text.unsqueeze(0))
+
+    def choose(rows: Tensor, slots: slice) -> tuple[Tensor, Tensor]:
+        law = Law(rows.flatten(0, -2), drafter.readout, Sampling())
+        tokens, certain = law.draw(rows.new_empty(len(law.hidden)))
+        return tokens.view(rows.shape[:-1]), certain.view(rows.shape[:-1])
+
+    tokens, _, rows = draft.drawn(choose)
+    place = anchors.unsqueeze(1) + torch.arange(1, drafter.spec.drafted + 1, device=anchors.device)
+    own = torch.where(place < len(text), text[place.clamp(max=len(text) - 1)], -1)
+    return leading(tokens[0] == own), trusted(drafter.confidence(rows[0], text[anchors], tokens[0]), confidence)
 
 
 def anchors_of(trunk: Trunk, device: torch.device) -> Tensor:
@@ -106,5 +139,7 @@ def responses_of(generations: Sequence[Generation], names: Sequence[tuple[str, s
     for (name, group), made in zip(names, generations, strict=True):
         committed = tuple(step.committed for step in made.steps)
         accepted = tuple(min(step.accepted, step.committed) for step in made.steps)
-        out.append(Response(name, group, committed, accepted, drafted))
+        lengths = tuple(len(step.proposed) for step in made.steps)
+        whole = all(length == drafted for length in lengths)
+        out.append(Response(name, group, committed, accepted, drafted, None if whole else lengths))
     return out

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from draftloop.core.version import VERSION
+from draftloop.drafter.dspark import DSparkSpec
 from draftloop.drafter.eagle3 import Eagle3Spec
 from draftloop.drafter.families import FAMILIES
 from draftloop.drafter.spec import DFlashSpec, DrafterSpec
@@ -19,6 +20,7 @@ from draftloop.formats.serving import TITLES, Engine, Form
 
 _FORMS: dict[Form, str] = {
     "zlab": "z-lab's form (DFlashDraftModel)",
+    "deepspec": "DeepSpec's form (Qwen3DSparkModel)",
     "eagle3": "LlamaForCausalLMEagle3, as both engines load it",
     "speculators": "speculators' form",
     "mtp": "tensors named as in the target's own checkpoint",
@@ -61,9 +63,10 @@ def model_card(
         "| | |",
         "|---|---|",
         f"| Target | `{target}` ({spec.num_target_layers} layers, vocabulary {spec.vocab_size}) |",
-        f"| Block | {spec.block_size} slots: the last token and {spec.drafted} drafted ones |",
+        f"| Block | {spec.block_size} slots, the last token's included; {spec.drafted} tokens are drafted |",
         f"| Target layers read | {_read(spec)} |",
         *_mask(spec),
+        *_heads(spec),
         *_vocabulary(spec),
         f"| Layers | {spec.layers} |",
         f"| Parameters | {parameters:,} ({dtype}), without {_borrowed(spec)}: the target's are used |",
@@ -142,3 +145,10 @@ def _vocabulary(spec: DrafterSpec) -> list[str]:
 def _borrowed(spec: DrafterSpec) -> str:
     own = isinstance(spec, Eagle3Spec) and spec.draft_vocab is not None
     return "embedding" if own else "embedding and readout"
+
+
+def _heads(spec: DrafterSpec) -> list[str]:
+    if not isinstance(spec, DSparkSpec):
+        return []
+    markov = "none" if spec.markov == "none" else f"{spec.markov}, rank {spec.markov_rank}"
+    return [f"| Markov head | {markov} |", f"| Confidence head | {'yes' if spec.confidence else 'no'} |"]

@@ -116,7 +116,7 @@ def export(
     _check_place(place)
     tensors, vector = writer.tensors(drafter, dtype, place)
     commands = {each: serve_command(each, target, place, spec, probabilistic) for each in engines}
-    notes = tuple(note for each in engines for note in caveats(each, spec, probabilistic))
+    notes = tuple(note for each in engines for note in caveats(each, spec, probabilistic, form))
     kind = str(dtype).removeprefix("torch.")
     extra = {"export": form} | ({"objective": objective} if objective else {})
     extra |= {"stage": history.delivered} if history is not None else {}

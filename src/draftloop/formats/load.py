@@ -25,7 +25,7 @@ from draftloop.core.weights import check_folder
 from draftloop.drafter.families import FAMILIES
 from draftloop.drafter.mtp import MTPSpec
 from draftloop.drafter.spec import DFlashSpec, DrafterSpec, check_fits
-from draftloop.formats import eagle3, eagle3_tensors, mtp, speculators, zlab_config
+from draftloop.formats import dspark, eagle3, eagle3_tensors, mtp, speculators, zlab_config
 from draftloop.formats.bundled_drafter import named_folder
 from draftloop.formats.mask_vector import ENGINE_MASK, MASK, read_mask
 from draftloop.formats.tensors import AGAIN, VECTOR, read_published
@@ -54,6 +54,8 @@ READERS = (
     Reader("speculators", eagle3.claims_speculators, eagle3.speculators_spec_of, eagle3_tensors.read_published),
     Reader("mtp", mtp.claims, mtp.spec_of, mtp.read_module),
     Reader("native", mtp.claims_native, mtp.spec_of, mtp.read_module),
+    Reader("speculators", dspark.claims_speculators, dspark.speculators_spec_of, read_published),
+    Reader("deepspec", dspark.claims, dspark.spec_of, read_published),
     Reader("speculators", speculators.claims, speculators.spec_of, read_published),
     Reader("zlab", zlab_config.claims, zlab_config.spec_of, read_published),
 )
@@ -66,7 +68,6 @@ _OTHERS = (
     ("peagle", "a P-EAGLE drafter", "an EAGLE-3 layer that drafts in parallel"),
     ("eagle3qwen", "an EAGLE-3 drafter of a Qwen3 layer", "its normed heads"),
     ("eagle(?!3)", "an EAGLE drafter", "a layer that reads its own output, token by token"),
-    ("dspark", "a DSpark drafter", "its Markov head and its confidence head"),
     ("dflash2", "a DFlash 2 drafter", "its convolutions and its candidate selector"),
     ("xpress", "an XPress drafter", "its layers"),
     ("medusa", "a Medusa drafter", "its heads"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from draftloop.core.errors import InputError
+from draftloop.drafter.dspark import DSparkSpec
 from draftloop.drafter.eagle3 import Eagle3Spec
 from draftloop.drafter.mtp import MTPSpec
 from draftloop.drafter.spec import DrafterSpec, has_learned_mask
@@ -46,7 +47,7 @@ def serve_command(
         engine: who serves.
         target: folder or hub id of the target.
         folder: the exported drafter.
-        spec: its spec; K = block size - 1 tokens are drafted.
+        spec: its spec; K tokens are drafted.
         probabilistic: above temperature 0 drafts are drawn from the drafter's law, not its argmax. That is what a
             drafter trained for overlap is good at. SGLang has a flag for it with EAGLE-3 alone.
         extra: more arguments, at the end.
@@ -62,7 +63,8 @@ def serve_command(
             chain += ["--speculative-use-rejection-sampling"] if probabilistic else []
             how = ["EAGLE3", *where] if isinstance(spec, Eagle3Spec) else ["NEXTN"]
             return plain_command(engine, target, ["--speculative-algorithm", *how, *chain, *extra])
-        return plain_command(engine, target, ["--speculative-algorithm", "DFLASH", *where, *extra])
+        method = writer_of(spec)[0].method.upper()
+        return plain_command(engine, target, ["--speculative-algorithm", method, *where, *extra])
     config: dict[str, str | int] = {
         "method": writer_of(spec)[0].method,  # always said, for it is otherwise guessed from the path's name
         "model": str(folder),
@@ -79,9 +81,12 @@ def check_served(engine: Engine, form: Form, spec: DrafterSpec) -> None:
     """Refuse what an engine cannot serve, naming the one that can.
 
     Raises:
-        InputError: SGLang and the speculators form, or SGLang and a learned mask vector; a class of target that no
-            engine reads a head of.
+        InputError: SGLang and the speculators form, or SGLang and a learned mask vector; a DSpark drafter with a
+            learned mask vector or without a Markov head; vLLM and a Markov head that is not vanilla; a class of target
+            that no engine reads a multi-token-prediction head of.
     """
+    if isinstance(spec, DSparkSpec):
+        _check_dspark(engine, spec)
     if isinstance(spec, MTPSpec) and kind_of(spec) not in SCHEMES:
         raise InputError(
             f"no engine reads a multi-token-prediction head beside a {kind_of(spec)}",
@@ -92,10 +97,9 @@ def check_served(engine: Engine, form: Form, spec: DrafterSpec) -> None:
         return
     fix = "Export for vLLM alone (--for vllm)"
     if form == "speculators":
+        other = next(name for name in writer_of(spec)[0].configs if name != form)
         raise InputError(
-            "SGLang does not read the speculators form",
-            where="--form",
-            fix=f"{fix}, or in the other form (--form {next(iter(writer_of(spec)[0].configs))}).",
+            "SGLang does not read the speculators form", where="--form", fix=f"{fix}, or with --form {other}."
         )
     if isinstance(spec, Eagle3Spec) and (spec.norm_before_residual or len(spec.target_layers) != 3):
         raise InputError(
@@ -112,12 +116,44 @@ def check_served(engine: Engine, form: Form, spec: DrafterSpec) -> None:
         )
 
 
-def caveats(engine: Engine, spec: DrafterSpec, probabilistic: bool) -> list[str]:
+def _check_dspark(engine: Engine, spec: DSparkSpec) -> None:
+    """What the engines' DSpark lacks, as of the versions above."""
+    if has_learned_mask(spec):
+        raise InputError(
+            f"the drafter has a learned mask vector, which {TITLES[engine]} does not read beside DSpark's heads",
+            where="--for",
+            fix="Train it with drafter.mask_token set to a token.",
+        )
+    if spec.markov == "none":
+        raise InputError(
+            f"the drafter has no Markov head, and {TITLES[engine]} serves DSpark with one only",
+            where="--for",
+            fix="Train it with drafter.markov: vanilla.",
+        )
+    if engine == "vllm" and spec.markov != "vanilla":
+        raise InputError(
+            f"vLLM computes a vanilla Markov head whatever config.json says, and this one is {spec.markov}",
+            where="--for",
+            fix="Export for SGLang alone (--for sglang), or train it with drafter.markov: vanilla.",
+        )
+
+
+def caveats(engine: Engine, spec: DrafterSpec, probabilistic: bool, form: Form = "") -> list[str]:
     """What somebody who serves should know, as sentences; often none."""
     said = _beside_target(engine, spec) if isinstance(spec, MTPSpec) else []
     if engine == "sglang" and probabilistic and not isinstance(spec, Eagle3Spec | MTPSpec):
         said.append(
             "SGLang drafts the argmax at every temperature, so what training for overlap gained is paid only by vLLM."
+        )
+    if engine == "vllm" and isinstance(spec, DSparkSpec) and spec.confidence:
+        said.append(
+            'With "enable_adaptive_verification": true in --speculative-config, vLLM goes by the confidence head and'
+            " verifies fewer drafts."
+        )
+    if engine == "vllm" and form == "speculators" and isinstance(spec, DSparkSpec):
+        said.append(
+            "A vLLM that does not read sample_from_anchor in this form drafts shifted by one, and next to nothing is"
+            " accepted; the form deepspec has no such trap."
         )
     if engine == "vllm" and has_learned_mask(spec):
         said.append(

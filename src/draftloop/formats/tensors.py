@@ -15,6 +15,8 @@ from torch import Tensor
 from draftloop.core.errors import InputError
 from draftloop.core.weights import read_tensors
 from draftloop.drafter.dflash import DFlash
+from draftloop.drafter.dspark import DSparkSpec
+from draftloop.drafter.families import FAMILIES
 from draftloop.drafter.spec import DFlashSpec
 
 AGAIN = "Save or copy the whole folder again."
@@ -59,7 +61,24 @@ def published_shapes(spec: DFlashSpec) -> dict[str, tuple[int, ...]]:
     }
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, len(spec.target_layers) * hidden)}
     shapes |= {f"{name}.weight": (hidden,) for name in ("hidden_norm", "norm")}
+    shapes |= _head_shapes(spec) if isinstance(spec, DSparkSpec) else {}
     return shapes | {f"layers.{i}.{name}.weight": shape for i in range(spec.layers) for name, shape in layer.items()}
+
+
+def _head_shapes(spec: DSparkSpec) -> dict[str, tuple[int, ...]]:
+    """What a DSpark checkpoint has besides."""
+    hidden, rank = spec.hidden_size, spec.markov_rank
+    shapes: dict[str, tuple[int, ...]] = {}
+    if spec.markov != "none":
+        shapes |= {f"markov_head.markov_{name}.weight": (spec.vocab_size, rank) for name in ("w1", "w2")}
+    if spec.markov == "gated":
+        shapes |= {"markov_head.gate_proj.weight": (rank, hidden + rank), "markov_head.gate_proj.bias": (rank,)}
+    if spec.markov == "rnn":
+        wide = hidden + 2 * rank
+        shapes |= {"markov_head.joint_proj.weight": (3 * rank, wide), "markov_head.joint_proj.bias": (3 * rank,)}
+    if spec.confidence:
+        shapes |= {"confidence_head.proj.weight": (1, hidden + rank), "confidence_head.proj.bias": (1,)}
+    return shapes
 
 
 def tensors_of(drafter: DFlash, dtype: torch.dtype, where: Path) -> tuple[dict[str, Tensor], Tensor | None]:
@@ -158,7 +177,8 @@ def check_published(stored: dict[str, Stored], spec: DFlashSpec, folder: Path) -
         refuse(f"tensor {missing[0]} is missing" + (f", and {len(missing) - 1} more" if missing[1:] else ""))
     if unexpected:
         more = f" (and {len(unexpected) - 1} more)" if unexpected[1:] else ""
-        refuse(f"tensor {unexpected[0]}{more} is no part of a DFlash drafter", "Use a plain DFlash checkpoint.")
+        title = FAMILIES[spec.family].title
+        refuse(f"tensor {unexpected[0]}{more} is no part of a {title} drafter", f"Use a plain {title} checkpoint.")
     for name, shape in shapes.items():
         if stored[name].shape != shape:
             refuse(f"tensor {name} has shape {list(stored[name].shape)}, config.json promises {list(shape)}")
@@ -176,8 +196,10 @@ def check_kind(name: str, entry: Stored, folder: Path) -> None:
 
 
 def bare(name: str) -> str:
-    """A tensor's name without the prefix that some savers give."""
-    return name.removeprefix("model.")
+    """A tensor's name without the prefix that some savers give, and with the one that some releases leave out."""
+    bare = name.removeprefix("model.")
+    flat = bare.removesuffix(".weight")
+    return f"markov_head.{flat}.weight" if flat in ("markov_w1", "markov_w2") else bare
 
 
 def check_copy(name: str, copy: Tensor, target: Any, folder: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftloop.core.errors import InputError
 from draftloop.drafter.spec import DrafterSpec
-from draftloop.formats import eagle3, eagle3_tensors, mtp, speculators, zlab_config
+from draftloop.formats import dspark, eagle3, eagle3_tensors, mtp, speculators, zlab_config
 from draftloop.formats.tensors import tensors_of
 
 
@@ -84,6 +84,22 @@ def _beside_target(spec: Any, facts: Facts) -> dict[str, Any]:
     return mtp.config_of(spec, facts.kind, weights=facts.weights, extra=facts.extra)
 
 
+def _deepspec(spec: Any, facts: Facts) -> dict[str, Any]:
+    return dspark.config_of(spec, facts.kind, weights=facts.weights, mask=facts.mask, extra=facts.extra)
+
+
+def _speculators_dspark(spec: Any, facts: Facts) -> dict[str, Any]:
+    return dspark.speculators_config_of(
+        spec,
+        facts.kind,
+        target=facts.target,
+        target_architectures=facts.target_architectures,
+        weights=facts.weights,
+        mask=facts.mask,
+        extra=facts.extra,
+    )
+
+
 WRITERS: dict[str, Writer] = {
     "dflash": Writer(tensors_of, {"zlab": _zlab, "speculators": _speculators}, "dflash"),
     "eagle3": Writer(
@@ -93,6 +109,7 @@ WRITERS: dict[str, Writer] = {
         {eagle3.FORM: eagle3_tensors.OLD},
     ),
     "mtp": Writer(mtp.tensors_of, {"mtp": _beside_target}, "mtp"),
+    "dspark": Writer(tensors_of, {"deepspec": _deepspec, "speculators": _speculators_dspark}, "dspark"),
 }
 
 

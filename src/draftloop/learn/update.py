@@ -12,13 +12,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftloop.core.blocks import Blocks
+from draftloop.core.errors import InputError
 from draftloop.core.law import Readout
 from draftloop.core.ranks import Ranks, added
-from draftloop.objective.rows import Kind, Overlap, overlap_rows, row_values
-from draftloop.objective.terms import SplitCounts, Term, denominators, loss, split_counts, terms
+from draftloop.drafter.draft import has_confidence
+from draftloop.objective.rows import Overlap, overlap_rows, row_values
+from draftloop.objective.terms import Asked, SplitCounts, Term, denominators, loss, split_counts, terms
 from draftloop.recipe import ObjectivePart
 from draftloop.supervise.batch import Scored
 
@@ -56,20 +59,21 @@ def differentiate(
     Args:
         objective: what is minimised.
         batches: the micro-batches of this step; with several processes their shares, and maybe none here.
-        drafter: in float32.
+        drafter: in float32; one with a confidence head learns it too, as `confidence_weight` says.
         readout: the target's, which the teacher rows are read with.
         precision: compute type; bfloat16 runs the drafter under autocast.
         ranks: the processes that learn together; all get the whole gradient, and the account of the whole step.
     """
     ranks = ranks or Ranks()
-    asked = [_terms(objective, batch, _sayable(batch.labels, drafter.readout)) for batch in batches]
+    confidence = confidence_weight(objective, drafter)
+    asked = [_terms(objective, batch, _sayable(batch.labels, drafter.readout), confidence) for batch in batches]
     totals = ranks.sum(denominators(asked))
     overlaps: list[Overlap] = []
     listed = asked[0] if asked else []  # nothing, where no lesson of this step fell to this process
     value, numerators, labels = 0.0, dict.fromkeys((term.name for term in listed), 0.0), 0
     for batch, wanted in zip(batches, asked, strict=True):
         hidden = batch.drafted_rows(drafter, precision).flatten(0, 1)
-        rows = _Rows(objective, batch, hidden, drafter.readout, readout, overlaps)
+        rows = _Rows(objective, batch, hidden, drafter, readout, overlaps)
         part, sums = loss(wanted, totals, rows)
         part.backward()
         value += float(part.detach())
@@ -82,14 +86,31 @@ def differentiate(
     return _whole(Learnt(value, means, labels, splits, tuple(overlaps)), ranks)
 
 
-def _terms(objective: ObjectivePart, batch: Scored, known: Tensor) -> list[Term]:
+def confidence_weight(objective: ObjectivePart, drafter: Any) -> float:
+    """Share of the confidence head's term: what the objective says, else 1 where the drafter has such a head.
+
+    Raises:
+        InputError: a share for a head that is not there.
+    """
+    if objective.confidence_weight is None:
+        return 1.0 if has_confidence(drafter) else 0.0
+    if objective.confidence_weight > 0 and not has_confidence(drafter):
+        raise InputError(
+            f"confidence_weight is {objective.confidence_weight:g}, and the drafter has no confidence head",
+            where="objective.confidence_weight",
+            fix="Leave it out, or train a DSpark drafter with drafter.confidence: true.",
+        )
+    return objective.confidence_weight
+
+
+def _terms(objective: ObjectivePart, batch: Scored, known: Tensor, confidence: float) -> list[Term]:
     """The terms of every source of the mixture, each with means of its own and its share of the loss."""
     if len(batch.mixture) == 1:
-        return terms(objective, batch.blocks, known)
+        return terms(objective, batch.blocks, known, confidence)
     return [
         replace(term, name=f"{source}_{term.name}", group=f"{source} {term.group}", share=share * term.share)
         for index, (source, share, _) in enumerate(batch.mixture)
-        for term in terms(objective, batch.of(index), known)
+        for term in terms(objective, batch.of(index), known, confidence)
     ]
 
 
@@ -132,11 +153,18 @@ class _Rows:
     objective: ObjectivePart
     batch: Scored
     hidden: Tensor
-    student: Readout
+    drafter: Any
     target: Readout
-    overlaps: list[Overlap]  # to be filled, for whoever reports
+    overlaps: list[Overlap]  # to be filled, for whoever reports; the last is of this batch, if it has any
 
-    def __call__(self, kind: Kind, index: Tensor) -> Tensor | Overlap:
+    @property
+    def student(self) -> Readout:
+        readout: Readout = self.drafter.readout
+        return readout
+
+    def __call__(self, kind: Asked, index: Tensor) -> Tensor | Overlap:
+        if kind == "confidence":
+            return self._confidence(index)
         teacher = self.batch.teacher
         if kind == "overlap" and teacher is not None:
             rows = overlap_rows(
@@ -162,3 +190,26 @@ class _Rows:
             chunk=self.objective.chunk,
             kernel=self.objective.kernel,
         )
+
+    def _confidence(self, index: Tensor) -> Tensor:
+        """[m] cross-entropy of the confidence against alpha, which is what it is to foretell and not to move."""
+        blocks, tokens = self.batch.blocks, self.batch.blocks.tokens
+        anchor = self.batch.text[blocks.row, blocks.anchor]
+        rows = self.hidden.view(*tokens.shape, -1)
+        logits = self.drafter.confidence(rows, anchor, tokens).flatten()[index]
+        if self.objective.kind in ("tv", "e2e_tv"):  # asked for before: of the same rows, at least where they count
+            alpha = self.overlaps[-1].alpha.flatten()[index]
+        else:
+            assert self.batch.teacher is not None
+            with torch.no_grad():
+                alpha = row_values(
+                    "overlap",
+                    self.hidden[index],
+                    self.student,
+                    teacher=self.batch.teacher.flatten(0, 1)[index],
+                    teacher_readout=self.target,
+                    temperature=self.objective.temperature,
+                    chunk=self.objective.chunk,
+                    kernel=self.objective.kernel,
+                )
+        return F.binary_cross_entropy_with_logits(logits, alpha.clamp(0, 1).to(logits.dtype), reduction="none")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ from draftloop.objective.chain import chain_value, reached_by_overlaps, reached_
 from draftloop.objective.rows import Kind, Overlap, spread
 from draftloop.recipe import ObjectivePart
 
-Values = Callable[[Kind, Tensor], Tensor | Overlap]
+Asked = Kind | Literal["confidence"]  # the last one's values are of the drafter's confidence head, not of its law
+Values = Callable[[Asked, Tensor], Tensor | Overlap]
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Term:
     """
 
     name: str
-    kind: Kind
+    kind: Asked
     weight: Tensor
     share: float
     group: str
@@ -80,7 +82,7 @@ class _Chain(Term):
         return weight.sum() - chain_value(alpha, weight, reached)
 
 
-def terms(objective: ObjectivePart, blocks: Blocks, known: Tensor | None = None) -> list[Term]:
+def terms(objective: ObjectivePart, blocks: Blocks, known: Tensor | None = None, confidence: float = 0.0) -> list[Term]:
     """List an objective's terms on these blocks; whatever the blocks, the list differs in the weights alone.
 
     - `ce`, `forward_kl`, `reverse_kl`: every valid position, weight exp(-(k-1)/decay), one mean (DFlash, 2602.06036).
@@ -97,16 +99,33 @@ def terms(objective: ObjectivePart, blocks: Blocks, known: Tensor | None = None)
       `rejected: none` leaves the mean over the accepted with share 1; `reduction: pooled` divides the sum of both by
       the sum of both denominators; `correction` counts the first rejected position among the accepted, besides what it
       is among the rejected; `first_rejected_only` leaves out what follows it.
+    - all of them, with share `confidence`, the cross-entropy of the drafter's confidence against alpha (DSpark,
+      2607.05147): every position up to the first that is not valid, weight exp(-(k-1)/decay), one mean. Comes last:
+      alpha may be known by then.
 
     Args:
         objective: what is minimised.
         blocks: on what.
         known: bool [N, K], positions whose label is known and can be said by the drafter, the only ones that a `ce`
             counts; default: every valid one.
+        confidence: share of the confidence head's term; 0 = none.
     """
-    labelled = blocks.valid if known is None else blocks.valid & known
+    asked = _law_terms(objective, blocks, blocks.valid if known is None else blocks.valid & known)
+    if confidence > 0:
+        chain = blocks.valid & ((~blocks.valid).cumsum(-1) == 0)
+        weight = _weight(chain, _static(objective, blocks))
+        asked.append(Term("confidence", "confidence", weight, share=confidence, group="confidence"))
+    return asked
+
+
+def _static(objective: ObjectivePart, blocks: Blocks) -> Tensor:
+    """float64 [1, K]: exp(-(k-1)/decay)."""
+    return torch.exp(-(blocks.position.double() - 1) / objective.decay)
+
+
+def _law_terms(objective: ObjectivePart, blocks: Blocks, labelled: Tensor) -> list[Term]:
     k = blocks.position.double()  # [1, K]
-    static = torch.exp(-(k - 1) / objective.decay)
+    static = _static(objective, blocks)
     if objective.kind == "tv" or objective.kind == "nla" or objective.kind == "e2e_tv":
         asked = [_overlap_term(objective, blocks, static)]
         if objective.ce_weight > 0:
@@ -145,8 +164,10 @@ def _overlap_term(objective: ObjectivePart, blocks: Blocks, static: Tensor) -> T
     return _Chain("e2e_tv", "overlap", weight, share=1.0, group="blocks", trunk=trunk)
 
 
-def needs_teacher(objective: ObjectivePart) -> bool:
-    """Whether any term compares with the target's law, and so needs the target's hidden rows."""
+def needs_teacher(objective: ObjectivePart, confidence: float = 0.0) -> bool:
+    """Whether any term compares with the target's law, and so needs the target's hidden rows; as `terms`."""
+    if confidence > 0:
+        return True
     if objective.kind != "draft_opd":
         return objective.kind != "ce"
     return {objective.accepted, objective.rejected} - {"ce", "none"} != set()
@@ -176,7 +197,8 @@ def loss(asked: Sequence[Term], totals: Mapping[str, float], values: Values) -> 
         values: (kind, int64 [m] indices into the flattened [N * K] positions) -> differentiable [m]. Called once for
             each kind, with the positions that some term of that kind weighs, also when there are none: the loss then is
             0 but still has a graph. The label of a `ce` row is the token that verification committed at anchor + k.
-            For `overlap` it may give an `Overlap` of the proposed tokens, which `accept_weighted` needs.
+            For `overlap` it may give an `Overlap` of the proposed tokens, which `accept_weighted` needs. Kinds are
+            asked for in the order of the terms.
 
     Returns:
         The scalar loss, and each term's numerator, detached: summed over micro-batches and divided by the group's total
@@ -239,7 +261,7 @@ def _weight(mask: Tensor, by_position: Tensor) -> Tensor:
     return torch.where(mask, by_position, 0.0).float()
 
 
-def _grid(kind: Kind, asked: Sequence[Term], values: Values) -> tuple[Tensor, Overlap | None]:
+def _grid(kind: Asked, asked: Sequence[Term], values: Values) -> tuple[Tensor, Overlap | None]:
     """[N, K] values of one kind, 0 where no term of it has weight; and the overlap rows that they came from."""
     weighed = torch.stack([term.weight != 0 for term in asked if term.kind == kind]).any(0)
     index = weighed.flatten().nonzero().squeeze(-1)

@@ -31,6 +31,7 @@ from draftloop.data.prompts import Prompt, read_prompts, split
 from draftloop.drafter.build import meet_answers, new_drafter
 from draftloop.drafter.families import spec_for
 from draftloop.formats.load import load_drafter
+from draftloop.learn.update import confidence_weight
 from draftloop.objective.fused import why_eager
 from draftloop.recipe import Recipe, TargetPart
 from draftloop.recipe_file import dump_recipe, load_recipe, recipe_differences, recipe_fingerprint
@@ -236,8 +237,9 @@ def gather(recipe: Recipe, folder: Path, *, new: bool, quiet: bool = False, rank
         drafter = load_drafter(recipe.drafter.init, target, dtype=torch.float32, block_size=recipe.drafter.block_size)
     else:
         drafter = new_drafter(spec_for(recipe.drafter, target), target, recipe.seed)
-    for stage in recipe.stages:  # refuses kernels that cannot be had here
+    for stage in recipe.stages:  # refuses kernels that cannot be had here, and a weight for a head that is not there
         why_eager(stage.objective.kernel, [drafter.readout, target.readout], target.device)
+        confidence_weight(stage.objective, drafter)
     with alone(folder) if ranks.first else ExitStack() as lock:
         if new and ranks.first:
             begin_run(recipe, folder)

@@ -20,7 +20,7 @@ from draftloop.core.errors import EnvironmentFault, InputError
 from draftloop.drafter.build import for_decoding
 from draftloop.evaluate.tau import acceptance
 from draftloop.evaluate.walk import walk
-from draftloop.learn.update import Learnt, differentiate
+from draftloop.learn.update import Learnt, confidence_weight, differentiate
 from draftloop.objective.terms import needs_teacher
 from draftloop.recipe import StagePart
 from draftloop.supervise.batch import Scored, supervise
@@ -229,7 +229,7 @@ class StageRun:
             drafter=self.drafter,
             store=self.material.store,
             seed=self.material.recipe.seed ^ self.key,
-            need_teacher=needs_teacher(self.part.objective),
+            need_teacher=needs_teacher(self.part.objective, confidence_weight(self.part.objective, self.drafter)),
             precision=self.material.precision,
             together=[self.lessons[i] for i in picked],
         )
