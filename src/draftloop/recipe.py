@@ -1,7 +1,8 @@
 """The typed recipe: everything a run does, in one file, and nothing that is silently ignored.
 
-Knows no model and runs nothing. A method is a row of cells (trunks, anchors, proposals, objective); `METHODS` names the
-usual rows, and a stage may change any cell. Reading, overrides and error messages are in `recipe_file.py`.
+Knows no model and runs nothing. A method is a row of cells (trunks, anchors, proposals, objective); `METHODS`
+(recipe_methods.py) names the usual rows, and a stage may change any cell. Reading, overrides and error messages are in
+`recipe_file.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from difflib import get_close_matches
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from draftloop.recipe_families import why_strange
+from draftloop.recipe_methods import METHODS, merged
 
 SCHEMA = 1
 
@@ -99,7 +103,11 @@ class DataPart(Part):
 class DrafterPart(Part):
     """The model that proposes."""
 
-    family: Literal["dflash"] = Field("dflash", description="architecture; dflash drafts a whole block in one forward")
+    family: Literal["dflash", "dflash2"] = Field(
+        "dflash",
+        description="architecture; dflash drafts a whole block in one forward; dflash2 adds convolutions along the block "
+        "and a selector that draws each token among few candidates, given the token before",
+    )
     init: str | None = Field(
         None, description="a drafter directory, or `bundled`, to start from; the shape then comes from it"
     )
@@ -120,6 +128,20 @@ class DrafterPart(Part):
     heads: int | None = Field(None, ge=1, description="attention heads; default: the target's")
     kv_heads: int | None = Field(None, ge=1, description="key/value heads; default: the target's")
     head_dim: int | None = Field(None, ge=2, description="default: the target's")
+    selector_rank: int | None = Field(None, ge=1, description="dflash2: width of the selector's codebooks; default: 256")
+    selector_top_k: int | None = Field(None, ge=1, description="dflash2: candidates a drafted token has; default: 16")
+    conv_kernel_size: int | None = Field(
+        None, ge=1, description="dflash2: slots that a convolution reads, its own included; default: 2"
+    )
+    conv_group_size: int | None = Field(
+        None, ge=1, description="dflash2: channels that share a convolution's dynamic part; default: 16"
+    )
+
+    @model_validator(mode="after")
+    def _check_family(self) -> DrafterPart:
+        if why := why_strange(self.family, dict(self)):
+            raise ValueError(why)
+        return self
 
 
 class ObjectivePart(Part):
@@ -370,30 +392,3 @@ class Recipe(Part):
         if self.schema_version != SCHEMA:
             raise ValueError(f"schema {self.schema_version} is not {SCHEMA}, the one that this version reads")
         return self
-
-
-_FIXED = {"trunks": "fixed", "anchors": "random", "proposals": "trunk"}
-_CAREFUL = {"optimiser": {"lr": 3e-4}}  # for drafters that have had a warm-up
-METHODS: dict[str, dict[str, Any]] = {
-    "sft": {**_FIXED, "objective": {"kind": "ce"}},
-    "off-policy-kl": {**_FIXED, "objective": {"kind": "forward_kl"}},
-    "overlap": {**_FIXED, "objective": {"kind": "e2e_tv"}, **_CAREFUL},
-    "specopd": {**_FIXED, "proposals": "sampled", "objective": {"kind": "e2e_tv"}, **_CAREFUL},
-    "draft-opd": {
-        "trunks": "rollout",
-        "anchors": "rollout",
-        "proposals": "recorded",
-        "objective": {"kind": "draft_opd"},
-        **_CAREFUL,
-    },
-    "custom": {},
-}
-
-
-def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Return `base` with `over` laid upon it, section by section."""
-    out = dict(base)
-    for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(out.get(key), dict)
-        out[key] = merged(out[key], value) if both else value
-    return out

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftloop.drafter.dflash import DFlash
+from draftloop.drafter.dflash2 import DFlash2, dflash2_spec
 from draftloop.drafter.spec import DrafterSpec, dflash_spec
 from draftloop.recipe import DrafterPart
 
@@ -28,6 +29,7 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "dflash": Family("DFlash", dflash_spec, DFlash),
+    "dflash2": Family("DFlash 2", dflash2_spec, DFlash2),
 }
 
 
