@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from draftloop.core.version import VERSION
+from draftloop.drafter.dflash2 import DFlash2Spec
 from draftloop.drafter.families import FAMILIES
 from draftloop.drafter.spec import DFlashSpec, DrafterSpec
 from draftloop.formats.history import History
 from draftloop.formats.serving import TITLES, Engine, Form
 
-_FORMS: dict[Form, str] = {"zlab": "z-lab's form (DFlashDraftModel)", "speculators": "speculators' form"}
+_FORMS: dict[Form, str] = {"zlab": "z-lab's form", "speculators": "speculators' form"}
+_CLASSES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}  # by which engines know the form of z-lab
 
 
 def model_card(
@@ -59,9 +61,10 @@ def model_card(
         f"| Block | {spec.block_size} slots: the last token and {spec.drafted} drafted ones |",
         f"| Target layers read | {taps} (0-based, the output of each) |",
         *_mask(spec),
+        *_selector(spec),
         f"| Layers | {spec.layers} |",
         f"| Parameters | {parameters:,} ({dtype}), without embedding and readout: the target's are used |",
-        f"| Form | {_FORMS[form]} |",
+        f"| Form | {_FORMS[form]}{f' ({_CLASSES[spec.family]})' if form == 'zlab' else ''} |",
         f"| Made by | draftloop {VERSION} |",
         "",
         "## Serve it",
@@ -119,3 +122,12 @@ def _mask(spec: DrafterSpec) -> list[str]:
         return []
     learned = f"a learned vector (mask_embedding.pt; token {spec.mask_token_id} stands in for it)"
     return [f"| Drafted slots hold | {learned if spec.learned_mask else f'token {spec.mask_token_id}'} |"]
+
+
+def _selector(spec: DrafterSpec) -> list[str]:
+    if not isinstance(spec, DFlash2Spec):
+        return []
+    return [
+        f"| Selector | {spec.selector_top_k} candidates a token, rank {spec.selector_rank} |",
+        f"| Convolutions | {spec.conv_kernel_size} taps, groups of {spec.conv_group_size} channels |",
+    ]

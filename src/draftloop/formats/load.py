@@ -23,7 +23,7 @@ from draftloop.core.files import sha256_file
 from draftloop.core.weights import check_folder
 from draftloop.drafter.families import FAMILIES
 from draftloop.drafter.spec import DFlashSpec, DrafterSpec, check_fits
-from draftloop.formats import speculators, zlab_config
+from draftloop.formats import dflash2_config, speculators, zlab_config
 from draftloop.formats.bundled_drafter import named_folder
 from draftloop.formats.mask_vector import ENGINE_MASK, MASK, read_mask
 from draftloop.formats.tensors import AGAIN, VECTOR, read_published
@@ -48,6 +48,8 @@ class Reader:
 
 
 READERS = (
+    Reader("speculators", dflash2_config.claims_speculators, dflash2_config.spec_of_speculators, read_published),
+    Reader("zlab", dflash2_config.claims_zlab, dflash2_config.spec_of_zlab, read_published),
     Reader("speculators", speculators.claims, speculators.spec_of, read_published),
     Reader("zlab", zlab_config.claims, zlab_config.spec_of, read_published),
 )
@@ -60,7 +62,6 @@ _OTHERS = (
     ("eagle3", "an EAGLE-3 drafter", "a layer that reads its own output, token by token"),
     ("eagle", "an EAGLE drafter", "a layer that reads its own output, token by token"),
     ("dspark", "a DSpark drafter", "its Markov head and its confidence head"),
-    ("dflash2", "a DFlash 2 drafter", "its convolutions and its candidate selector"),
     ("xpress", "an XPress drafter", "its layers"),
     ("mtp", "a multi-token-prediction head", "its layers"),
     ("medusa", "a Medusa drafter", "its heads"),
@@ -168,4 +169,4 @@ def _check_pair(config: dict[str, Any], folder: Path) -> None:
 
 
 def _refuse(what: str, where: Path) -> NoReturn:
-    raise InputError(what, where=str(where), fix="Use a DFlash checkpoint in z-lab's or in speculators' form.")
+    raise InputError(what, where=str(where), fix="Use a DFlash or DFlash 2 checkpoint in z-lab's or in speculators' form.")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftloop.core.errors import InputError
 from draftloop.drafter.spec import DrafterSpec
-from draftloop.formats import speculators, zlab_config
+from draftloop.formats import dflash2_config, speculators, zlab_config
 from draftloop.formats.tensors import tensors_of
 
 
@@ -73,8 +73,17 @@ def _speculators(spec: Any, facts: Facts) -> dict[str, Any]:
     )
 
 
+def _zlab2(spec: Any, facts: Facts) -> dict[str, Any]:
+    return dflash2_config.in_zlab(spec, _zlab(spec, facts))
+
+
+def _speculators2(spec: Any, facts: Facts) -> dict[str, Any]:
+    return dflash2_config.in_speculators(spec, _speculators(spec, facts))
+
+
 WRITERS: dict[str, Writer] = {
     "dflash": Writer(tensors_of, {"zlab": _zlab, "speculators": _speculators}, "dflash"),
+    "dflash2": Writer(tensors_of, {"zlab": _zlab2, "speculators": _speculators2}, "dflash"),
 }
 
 
