@@ -39,7 +39,6 @@ def text_of(target, b: int = 2, length: int = 18):
     return ids, target.extend(target.new_cache(length), ids, place, (0, 2)).features
 
 
-
 # the backbone --------------------------------------------------------------------------------------------------------
 def test_a_fresh_one_is_a_plain_dflash(target):
     ids, features = text_of(target)
@@ -210,7 +209,9 @@ def test_candidates_are_the_largest_base_logits_and_among_equals_the_lower_ids(d
         assert (cut[i] > float("-inf")).nonzero().squeeze(1).tolist() == sorted(order[:5])
     assert ties >= 3
     assert found.ids[0].tolist() == [0, 1, 2, 3, 4]
-    assert torch.allclose(cut.gather(-1, found.ids), full.gather(-1, found.ids), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert torch.allclose(
+        cut.gather(-1, found.ids), full.gather(-1, found.ids), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5
+    )
 
 
 def test_more_candidates_than_tokens_are_all_of_them():

@@ -105,8 +105,8 @@ class DrafterPart(Part):
 
     family: Literal["dflash", "dflash2"] = Field(
         "dflash",
-        description="architecture; dflash drafts a whole block in one forward; dflash2 adds convolutions along the block "
-        "and a selector that draws each token among few candidates, given the token before",
+        description="architecture; dflash drafts a whole block in one forward; dflash2 adds convolutions along the "
+        "block and a selector that draws each token among few candidates, given the token before",
     )
     init: str | None = Field(
         None, description="a drafter directory, or `bundled`, to start from; the shape then comes from it"
@@ -128,7 +128,9 @@ class DrafterPart(Part):
     heads: int | None = Field(None, ge=1, description="attention heads; default: the target's")
     kv_heads: int | None = Field(None, ge=1, description="key/value heads; default: the target's")
     head_dim: int | None = Field(None, ge=2, description="default: the target's")
-    selector_rank: int | None = Field(None, ge=1, description="dflash2: width of the selector's codebooks; default: 256")
+    selector_rank: int | None = Field(
+        None, ge=1, description="dflash2: width of the selector's codebooks; default: 256"
+    )
     selector_top_k: int | None = Field(None, ge=1, description="dflash2: candidates a drafted token has; default: 16")
     conv_kernel_size: int | None = Field(
         None, ge=1, description="dflash2: slots that a convolution reads, its own included; default: 2"

@@ -117,7 +117,7 @@ class Readout:
 
 
 def _largest(z: Tensor, k: int) -> Tensor:
-    """int64 [..., k], ascending: places of the k largest of [..., V], among equals the first; torch's own leaves it open."""
+    """int64 [..., k], ascending: places of the k largest of [..., V], among equals the first (topk leaves it open)."""
     k = min(k, z.shape[-1])
     least = z.topk(k, dim=-1).values[..., -1:]
     # float32 holds every place of a vocabulary exactly, and exactly k are taken without asking the device how many tie

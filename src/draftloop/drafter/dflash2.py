@@ -1,9 +1,9 @@
 """DFlash 2 (Inco and z-lab, August 2026): DFlash with short convolutions along the block and a selector of paths.
 
-Convolutions. Before and after each sublayer, slot t of a block becomes sum_o (base[o] + delta_t[o]) * x_{t-o}, o < taps:
-what lies before the block's first slot is 0, so nothing crosses its edge. delta is one number for every group of
-channels; those of both convolutions of a sublayer come from one projection of its normed input. They begin as the
-identity, and the drafter as a plain DFlash.
+Convolutions. Before and after each sublayer, slot t of a block becomes sum_o (base[o] + delta_t[o]) * x_{t-o} over its
+taps o = 0, 1 (or more): what lies before the block's first slot is 0, so nothing crosses its edge. delta is one number
+for every group of channels; those of both convolutions of a sublayer come from one projection of its normed input. They
+begin as the identity, and the drafter as a plain DFlash.
 
 Selector. With U_k the logits of slot k, the token a drafted before it is seen through two codebooks,
 
@@ -11,7 +11,10 @@ Selector. With U_k the logits of slot k, the token a drafted before it is seen t
 
 for the k tokens b with the largest U_k alone (among equals the lower ids, `core.law.Readout.candidates`): that law of a
 few points is the one that is drawn from, verified and trained for overlap. Rows are [h; A[a] * (W_h h)], and B is the
-readout's `added`; B begins at 0. Tensor names are those of the published checkpoints.
+readout's `added`; B begins at 0. Cross-entropy and KL are taken before the cut, on S over the whole vocabulary: a law of
+few points gives no gradient to a token that is no candidate and should be one. alpha is at most p's mass of the
+candidates, so an overlap objective wants a share of cross-entropy beside it (`objective.ce_weight`). Tensor names are
+those of the published checkpoints.
 """
 
 from __future__ import annotations
@@ -130,7 +133,7 @@ class GroupedConv(nn.Module):
         return self._convolve(sublayer(inside), deltas[..., 1, :, :], self.base_kernel[1])
 
     def _convolve(self, x: Tensor, delta: Tensor, base: Tensor) -> Tensor:
-        """x [b, N * B, H], delta [b, N * B, taps, groups], base [taps, H] -> [b, N * B, H], in x's type."""
+        """Convolve x [b, N * B, H] by delta [b, N * B, taps, groups], base [taps, H] -> [b, N * B, H], in x's type."""
         blocks = x.unflatten(1, (-1, self.block)).unflatten(-1, (-1, self.width))  # [b, N, B, groups, width]
         delta = delta.unflatten(1, (-1, self.block)).unsqueeze(-1)
         base = base.unflatten(-1, (-1, self.width))

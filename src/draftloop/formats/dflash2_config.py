@@ -33,7 +33,9 @@ def in_zlab(spec: DFlash2Spec, config: dict[str, Any]) -> dict[str, Any]:
     if spec.final_logit_softcapping is not None:
         nested["final_logit_softcapping"] = spec.final_logit_softcapping
     return {
-        **{key: value for key, value in config.items() if key != "auto_map"},  # which names a class without convolutions
+        **{
+            key: value for key, value in config.items() if key != "auto_map"
+        },  # which names a class without convolutions
         "architectures": [ARCHITECTURE],
         "is_causal": False,  # engines take sliding layers for causal ones where nothing is said
         "dflash_config": nested,

@@ -169,4 +169,6 @@ def _check_pair(config: dict[str, Any], folder: Path) -> None:
 
 
 def _refuse(what: str, where: Path) -> NoReturn:
-    raise InputError(what, where=str(where), fix="Use a DFlash or DFlash 2 checkpoint in z-lab's or in speculators' form.")
+    raise InputError(
+        what, where=str(where), fix="Use a DFlash or DFlash 2 checkpoint in z-lab's or in speculators' form."
+    )

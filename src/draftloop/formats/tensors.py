@@ -157,7 +157,6 @@ def header(file: Path) -> dict[str, Stored]:
 
 def check_published(stored: dict[str, Stored], spec: DFlashSpec, folder: Path) -> None:
     """Demand exactly the published names, with the shapes that config.json promises, in a floating-point type."""
-
     title = FAMILIES[spec.family].title
     other = f"Use a plain {title} checkpoint."
 
