@@ -233,8 +233,8 @@ def test_it_is_dflash_as_defined(owner, anchor, kv_heads):
 def variant(way: str):
     """`block_mask` with one fault."""
 
-    def mask(anchor, context, size, causal=False):
-        right = block_mask(anchor, context, size, causal)
+    def mask(anchor, context, size, causal=False, window=None):
+        right = block_mask(anchor, context, size, causal, window)
         queries, keys = right.shape[2:]
         q, k = torch.arange(queries).view(-1, 1), torch.arange(keys).view(1, -1)
         at = anchor.repeat_interleave(size, 1)[:, None, :, None]

@@ -71,7 +71,7 @@ from tests.checkpoints import SPEC, edit, loose, refused, retensor
         ({"draft_vocab_size": 12}, ["draft_vocab_size is 12", "reduced vocabulary"]),
         ({"target_hidden_size": 12}, ["target_hidden_size is 12"]),
         ({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}, ["EAGLE-3", "not read yet"]),
-        ({"architectures": ["DFlash2DraftModel"]}, ["DFlash2DraftModel", "not read yet"]),
+        ({"architectures": ["DFlash2DraftModel"]}, ["conv_kernel_size is missing", "DFlash 2"]),
         ({"architectures": ["Qwen3ForCausalLM"]}, ["Qwen3ForCausalLM", "not read yet"]),
         ({"architectures": None}, ["architectures is missing"]),
         ({"architectures": "DFlashDraftModel"}, ["architectures"]),

@@ -41,11 +41,12 @@ class DataPart(Part):
 class DrafterPart(Part):
     """The model that proposes."""
 
-    family: Literal["dflash", "eagle3", "dspark", "mtp"] = Field(
+    family: Literal["dflash", "eagle3", "dspark", "dflash2", "mtp"] = Field(
         "dflash",
         description="architecture; dflash drafts a whole block in one forward; dspark adds a Markov head that looks at "
-        "the token before, and a confidence head; eagle3 drafts token by token in one layer; mtp (multi-token "
-        "prediction) likewise, in one layer of the target's own class behind its last",
+        "the token before, and a confidence head; dflash2 adds convolutions along the block and a selector that draws "
+        "each token among few candidates, given the token before; eagle3 drafts token by token in one layer; mtp "
+        "(multi-token prediction) likewise, in one layer of the target's own class behind its last",
     )
     init: str | None = Field(
         None,
@@ -58,9 +59,7 @@ class DrafterPart(Part):
         description="slots of a block, the anchor's included: block_size - 1 tokens are drafted; dspark drafts "
         "block_size, for its anchor slot predicts too",
     )
-    layers: int | None = Field(
-        None, ge=1, description="decoder layers of the drafter; default: dflash and dspark 2, eagle3 1"
-    )
+    layers: int | None = Field(None, ge=1, description="decoder layers of the drafter; default: 2, eagle3 1")
     target_layers: list[int] | None = Field(
         None, description="target layers whose output it reads, ascending; default: evenly spread"
     )
@@ -93,6 +92,16 @@ class DrafterPart(Part):
         None,
         description="dspark: a head that tells how likely each draft is to be accepted, so that unlikely ones need not "
         "be verified; default: true",
+    )
+    selector_rank: int | None = Field(
+        None, ge=1, description="dflash2: width of the selector's codebooks; default: 256"
+    )
+    selector_top_k: int | None = Field(None, ge=1, description="dflash2: candidates a drafted token has; default: 16")
+    conv_kernel_size: int | None = Field(
+        None, ge=1, description="dflash2: slots that a convolution reads, its own included; default: 2"
+    )
+    conv_group_size: int | None = Field(
+        None, ge=1, description="dflash2: channels that share a convolution's dynamic part; default: 16"
     )
 
     @property

@@ -7,16 +7,15 @@ from typing import Any
 
 # key of `drafter` -> the families that it is for; such keys default to null, so that what was given is seen
 FAMILY_KEYS: dict[str, tuple[str, ...]] = {
-    "mask_token": ("dflash", "dspark"),
+    "mask_token": ("dflash", "dspark", "dflash2"),
     "draft_vocab": ("eagle3",),
     # mtp is one layer of the target's own shape behind its last
     **dict.fromkeys(
         ("layers", "target_layers", "taps", "intermediate_size", "heads", "kv_heads", "head_dim"),
-        ("dflash", "dspark", "eagle3"),
+        ("dflash", "dspark", "dflash2", "eagle3"),
     ),
-    "markov": ("dspark",),
-    "markov_rank": ("dspark",),
-    "confidence": ("dspark",),
+    **dict.fromkeys(("markov", "markov_rank", "confidence"), ("dspark",)),
+    **dict.fromkeys(("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size"), ("dflash2",)),
 }
 
 

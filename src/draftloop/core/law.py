@@ -7,13 +7,31 @@ drawn from (temperature, top-k, top-p); its log-probability is stored with each 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from draftloop.core.errors import InputError
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The only tokens that some rows can give: the k with the largest base logits, among equals the lower ids.
+
+    Attributes:
+        ids: int64 [..., k], ascending.
+        base: [..., k], their base logits.
+    """
+
+    ids: Tensor
+    base: Tensor
+
+    def __getitem__(self, index: Any) -> Candidates:
+        """Those of a selection of rows."""
+        return Candidates(self.ids[index], self.base[index])
 
 
 @dataclass(frozen=True)
@@ -29,6 +47,9 @@ class Readout:
         vocab_size: V; needed only with `support`.
         added: [V, R]: W = H + R, and the row's last R numbers times it are added to the logits. So a bias that depends
             on the token before (DSpark's Markov head) is part of the row, and no law needs to know of it.
+        candidates: k: only the k tokens with the largest base logits (those before `added`) have any chance, and only
+            for them is `added` computed; logits elsewhere are -inf. 0 = all. Among equal base logits lower ids win,
+            wherever and in whichever type the law is computed (in bfloat16 equals are common). Not with `support`.
     """
 
     weight: Tensor
@@ -38,6 +59,12 @@ class Readout:
     support: Tensor | None = None
     vocab_size: int | None = None
     added: Tensor | None = None
+    candidates: int = 0
+
+    @property
+    def uncut(self) -> Readout:
+        """The same logits over the whole vocabulary, whatever the candidates."""
+        return replace(self, candidates=0) if self.candidates else self
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
@@ -47,20 +74,61 @@ class Readout:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, W] -> float32 (or float64) [n, V]; contiguous rows, for bf16 matmuls crawl on strided ones."""
-        width = self.weight.shape[1]
-        z = F.linear(hidden[..., :width].contiguous().to(self.weight.dtype), self.weight, self.bias)
-        z = z if z.dtype == torch.float64 else z.float()
-        if self.scale != 1.0:
-            z = z * self.scale
-        if self.soft_cap is not None:
-            z = self.soft_cap * torch.tanh(z / self.soft_cap)
+        if self.candidates:
+            found = self.shortlist(hidden)
+            scores = self.scores(hidden, found)
+            return _spread(scores, found.ids, self.weight.shape[0])
+        z = self._base(hidden)
         if self.added is not None:
-            z = z + F.linear(hidden[..., width:].contiguous().to(self.added.dtype), self.added).to(z.dtype)
+            z = z + F.linear(self._tail(hidden).contiguous(), self.added).to(z.dtype)
         if self.support is not None:
             assert self.vocab_size is not None
             full = z.new_full((*z.shape[:-1], self.vocab_size), float("-inf"))
             z = full.index_copy(-1, self.support, z)
         return z
+
+    def shortlist(self, hidden: Tensor) -> Candidates:
+        """The candidates of rows [..., W], of which only the first H numbers are read."""
+        assert self.candidates, "this readout has all tokens for candidates"
+        assert self.support is None, "candidates of a reduced vocabulary are not defined"
+        z = self._base(hidden)
+        ids = _largest(z.detach(), self.candidates)
+        return Candidates(ids, z.gather(-1, ids))
+
+    def scores(self, hidden: Tensor, candidates: Candidates) -> Tensor:
+        """Logits [..., k] of the candidates of rows [..., W]."""
+        if self.added is None:
+            return candidates.base
+        rows = self.added[candidates.ids]  # [..., k, R]
+        return candidates.base + (rows @ self._tail(hidden).unsqueeze(-1)).squeeze(-1).to(candidates.base.dtype)
+
+    def _base(self, hidden: Tensor) -> Tensor:
+        z = F.linear(hidden[..., : self.weight.shape[1]].contiguous().to(self.weight.dtype), self.weight, self.bias)
+        z = z if z.dtype == torch.float64 else z.float()
+        if self.scale != 1.0:
+            z = z * self.scale
+        if self.soft_cap is not None:
+            z = self.soft_cap * torch.tanh(z / self.soft_cap)
+        return z
+
+    def _tail(self, hidden: Tensor) -> Tensor:
+        assert self.added is not None
+        return hidden[..., self.weight.shape[1] :].to(self.added.dtype)
+
+
+def _largest(z: Tensor, k: int) -> Tensor:
+    """int64 [..., k], ascending: places of the k largest of [..., V], among equals the first (topk leaves it open)."""
+    k = min(k, z.shape[-1])
+    least = z.topk(k, dim=-1).values[..., -1:]
+    # float32 holds every place of a vocabulary exactly, and exactly k are taken without asking the device how many tie
+    order = torch.arange(0, -z.shape[-1], -1, device=z.device, dtype=torch.float32)
+    rank = torch.where(z == least, order, float("-inf")).masked_fill_(z > least, 1.0)
+    return rank.topk(k, dim=-1).indices.sort(dim=-1).values
+
+
+def _spread(values: Tensor, ids: Tensor, size: int) -> Tensor:
+    """[..., k] -> [..., size] with -inf elsewhere."""
+    return values.new_full((*values.shape[:-1], size), float("-inf")).scatter(-1, ids, values)
 
 
 _COLDEST = 1e-6
@@ -142,19 +210,23 @@ class Law:
         hidden: [n, W] rows after the final norm.
         readout: what turns them into logits.
         sampling: how tokens are drawn from them.
+        candidates: of these rows, where they are known already and the readout has some; else they are found.
     """
 
     hidden: Tensor
     readout: Readout
     sampling: Sampling
+    candidates: Candidates | None = None
 
     def rows(self, index: Tensor | slice) -> Law:
         """The law of a selection of rows."""
-        return Law(self.hidden[index], self.readout, self.sampling)
+        known = None if self.candidates is None else self.candidates[index]
+        return Law(self.hidden[index], self.readout, self.sampling, known)
 
     def log_probs(self) -> Tensor:
         """[n, V]; call it on few rows."""
-        return self.sampling.log_probs(self.readout.logits(self.hidden))
+        log_probs, ids = self._points()
+        return log_probs if ids is None else _spread(log_probs, ids, self.readout.weight.shape[0])
 
     def draw(self, uniform: Tensor, chunk: int = 256) -> tuple[Tensor, Tensor]:
         """One token a row and the log-probability that it was drawn with, `chunk` rows at a time.
@@ -168,16 +240,30 @@ class Law:
         tokens, scores = [], []
         for start in range(0, self.hidden.shape[0], chunk):
             part = slice(start, start + chunk)
-            logits = self.readout.logits(self.hidden[part])
+            few = self.rows(part)
             if self.sampling.greedy:
-                tokens.append(logits.argmax(-1))
-                scores.append(torch.zeros_like(tokens[-1], dtype=torch.float32))
-                continue
-            log_probs = self.sampling.log_probs(logits)
-            token = inverse_cdf(log_probs, uniform[part])
-            tokens.append(token)
-            scores.append(log_probs.gather(-1, token.unsqueeze(-1)).squeeze(-1).float())
+                logits, ids = few._logits()
+                token = logits.argmax(-1)
+                score = torch.zeros_like(token, dtype=torch.float32)
+            else:
+                log_probs, ids = few._points()
+                token = inverse_cdf(log_probs, uniform[part])
+                score = log_probs.gather(-1, token.unsqueeze(-1)).squeeze(-1).float()
+            tokens.append(token if ids is None else ids.gather(-1, token.unsqueeze(-1)).squeeze(-1))
+            scores.append(score)
         if not tokens:
             empty = torch.empty(0, dtype=torch.int64, device=self.hidden.device)
             return empty, empty.float()
         return torch.cat(tokens), torch.cat(scores)
+
+    def _logits(self) -> tuple[Tensor, Tensor | None]:
+        """Logits [n, k] and which tokens they are of (int64 [n, k], ascending; None: of all, k = V)."""
+        if not self.readout.candidates:
+            return self.readout.logits(self.hidden), None
+        found = self.candidates or self.readout.shortlist(self.hidden)
+        return self.readout.scores(self.hidden, found), found.ids
+
+    def _points(self) -> tuple[Tensor, Tensor | None]:
+        """As `_logits`, log-probabilities of the law really drawn from."""
+        logits, ids = self._logits()
+        return self.sampling.log_probs(logits), ids

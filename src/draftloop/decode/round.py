@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from draftloop.core.draws import Purpose, uniforms
-from draftloop.core.law import Law
 from draftloop.decode.rules import Coins, Proposal, Verdict, trusted, verify
 from draftloop.decode.trace import Drafts, Options, Request
 
@@ -148,16 +147,18 @@ class RowState:
         # a greedy draw is not random, and hashing is many small kernels
         coins = place if drafting.greedy else self._uniform(Purpose.DRAFT, place, self.anchor)
 
+        draft = self.drafter.draft(self.context, self.anchor, self.last)
+
         def choose(rows: Tensor, slots: slice) -> tuple[Tensor, Tensor]:
-            tokens, scores = Law(rows.flatten(0, 1), readout, drafting).draw(coins[:, slots].flatten())
+            tokens, scores = draft.law(rows, slots, readout, drafting).draw(coins[:, slots].flatten())
             return tokens.view(rows.shape[:2]), scores.view(rows.shape[:2])
 
-        tokens, log_q, rows = self.drafter.draft(self.context, self.anchor, self.last).drawn(choose)
+        tokens, log_q, rows = draft.drawn(choose)
         lengths = None
         if self.options.confidence is not None:
             sure = self.drafter.confidence(rows, self.last, tokens)  # type: ignore[attr-defined]  # checked: it has a head
             lengths = trusted(sure, self.options.confidence)
-        return Proposal(tokens, log_q, Law(rows.flatten(0, 1), readout, drafting), lengths)
+        return Proposal(tokens, log_q, draft.law(rows, slice(0, self.drafted), readout, drafting), lengths)
 
     def _fit(self, proposal: Proposal) -> Proposal:
         """What of a proposal the target is fed: here all of it, for shapes may be fixed."""

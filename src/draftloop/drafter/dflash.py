@@ -120,10 +120,14 @@ class DFlash(ParallelDrafter, nn.Module):
         mask_embedding: [H], what the drafted slots hold where the spec says `learned_mask`; else None.
         readout: the target's, after `bind`.
         causal: whether a slot sees no later slot of its block; plain DFlash is not (a diagnosis asks what if).
+        window: a slot sees no context feature that lies this far or further before it; None = it sees all.
+        layer_kind: what its layers are; other families have others.
         compiled: the methods that a round of decoding calls, tensors in and tensors out.
     """
 
     causal = False
+    window: int | None = None
+    layer_kind: Callable[[Any], nn.Module] = Layer
     compiled = ("extend", "begin")
 
     def __init__(self, spec: DFlashSpec) -> None:
@@ -131,7 +135,7 @@ class DFlash(ParallelDrafter, nn.Module):
         self.spec = spec
         self.fc = nn.Linear(len(spec.target_layers) * spec.hidden_size, spec.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.norm_eps)
-        self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.layers))
+        self.layers = nn.ModuleList(self.layer_kind(spec) for _ in range(spec.layers))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps)
         self.mask_embedding = nn.Parameter(torch.zeros(spec.hidden_size)) if spec.learned_mask else None
         self._borrowed: tuple[Callable[[Tensor], Tensor], Readout] | None = None  # not parameters, never saved
@@ -195,7 +199,7 @@ class DFlash(ParallelDrafter, nn.Module):
         where = torch.arange(features.shape[1], device=features.device).expand(b, -1)
         positions = (anchor.unsqueeze(-1) + torch.arange(size, device=anchor.device)).flatten(1)
         x = self._block(tokens).flatten(1, 2)
-        mask = block_mask(anchor, features.shape[1], size, self.causal)
+        mask = block_mask(anchor, features.shape[1], size, self.causal, self.window)
         for layer in self.layers:
             x = layer(x, positions, self._context_kv(layer, context, where), mask)
         return self.norm(x).unflatten(1, (n, size))[:, :, size - self.spec.drafted :]  # type: ignore[no-any-return]
@@ -235,10 +239,13 @@ class DFlash(ParallelDrafter, nn.Module):
         size = self.spec.block_size
         positions = anchor.unsqueeze(-1) + torch.arange(size, device=anchor.device)
         span = cache.span(anchor)
-        seen = torch.arange(span, device=anchor.device) < anchor.unsqueeze(-1)
+        place = torch.arange(span, device=anchor.device)
+        seen = (place < anchor.unsqueeze(-1)).unsqueeze(1).expand(-1, size, -1)
+        if self.window is not None:
+            seen = seen & (positions.unsqueeze(-1) - place < self.window)
         own = torch.ones(size, size, dtype=torch.bool, device=anchor.device)
         own = own.tril() if self.causal else own
-        mask = torch.cat([seen[:, None, :].expand(-1, size, -1), own.expand(len(anchor), -1, -1)], -1).unsqueeze(1)
+        mask = torch.cat([seen, own.expand(len(anchor), -1, -1)], -1).unsqueeze(1)
         x = self._block(tokens)
         for i, layer in enumerate(self.layers):
             x = layer(x, positions, cache.read(i, span), mask)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftloop.core.law import Law, Readout, Sampling
+
 Choose = Callable[[Tensor, slice], tuple[Tensor, Tensor]]  # rows [..., m, W] of m slots -> tokens, log q [..., m]
 
 
@@ -59,6 +61,25 @@ class Draft(ABC):
             scores.append(score.squeeze(-1))
         return torch.stack(tokens, -1), torch.stack(scores, -1), torch.stack(rows, -2)
 
+    def law(self, rows: Tensor, slots: slice, readout: Readout, sampling: Sampling, only: Any = ...) -> Law:
+        """The law of rows of some slots of n blocks, with what the draft knows of it already.
+
+        Args:
+            rows: [n, m, W].
+            slots: which m.
+            readout: of the rows.
+            sampling: how tokens are drawn.
+            only: an index of the n blocks, where it is to be theirs alone.
+
+        Returns:
+            laws of [n' * m] rows.
+        """
+        return Law(rows[only].flatten(0, 1), readout, sampling)
+
+    def at(self, cells: tuple[Tensor, ...]) -> Draft | None:
+        """The draft of these blocks alone (indices of the leading axes); None where it has to be asked as a whole."""
+        return None
+
 
 class ParallelDraft(Draft):
     """Rows that read no drafted token.
@@ -83,6 +104,10 @@ class ParallelDraft(Draft):
         with torch.no_grad():
             tokens, scores = choose(self.rows.detach(), slice(0, self.drafted))
         return tokens, scores, self.rows
+
+    def at(self, cells: tuple[Tensor, ...]) -> ParallelDraft:
+        """The rows of these blocks."""
+        return ParallelDraft(self.rows[cells])
 
 
 def has_confidence(drafter: Any) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftloop.drafter.dflash import DFlash
+from draftloop.drafter.dflash2 import DFlash2, dflash2_spec
 from draftloop.drafter.dspark import DSpark, dspark_spec
 from draftloop.drafter.eagle3 import Eagle3, eagle3_spec
 from draftloop.drafter.mtp import MTP, mtp_spec
@@ -34,6 +35,7 @@ FAMILIES: dict[str, Family] = {
     "eagle3": Family("EAGLE-3", eagle3_spec, Eagle3),
     "mtp": Family("multi-token-prediction", mtp_spec, MTP),
     "dspark": Family("DSpark", dspark_spec, DSpark),
+    "dflash2": Family("DFlash 2", dflash2_spec, DFlash2),
 }
 
 

@@ -13,22 +13,36 @@ from draftloop.core.flex import flex
 
 
 def block_rule(
-    anchor: Tensor, context: int, size: int, row: Tensor, q: Tensor, k: Tensor, causal: bool = False
+    anchor: Tensor,
+    context: int,
+    size: int,
+    row: Tensor,
+    q: Tensor,
+    k: Tensor,
+    causal: bool = False,
+    window: int | None = None,
 ) -> Tensor:
-    """Query slot q of row `row` may see context below its anchor, and its own block (causal: up to itself)."""
+    """Query slot q of row `row` may see context below its anchor, and its own block (causal: up to itself).
+
+    With a window, context at a distance of `window` or more from the slot's own position is not seen.
+    """
     block = q // size
     own = (k - context) // size == block
     if causal:
         own = own & (k - context <= q)
-    return torch.where(k < context, k < anchor[row, block], own)
+    before = k < anchor[row, block]
+    if window is not None:
+        before = before & (anchor[row, block] + q % size - k < window)
+    return torch.where(k < context, before, own)
 
 
-def block_mask(anchor: Tensor, context: int, size: int, causal: bool = False) -> Any:
+def block_mask(anchor: Tensor, context: int, size: int, causal: bool = False, window: int | None = None) -> Any:
     """The mask of N blocks of `size` slots over `context` feature positions.
 
     Args:
         anchor: int64 [b, N].
         causal: slots see no later slot of their block.
+        window: how far back a slot sees the context; None = all of it.
 
     Returns:
         bool [b, 1, N * size, context + N * size], or a FlexAttention BlockMask on CUDA.
@@ -38,13 +52,11 @@ def block_mask(anchor: Tensor, context: int, size: int, causal: bool = False) ->
     if anchor.is_cuda:
 
         def see(row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return block_rule(anchor, context, size, row, q, k, causal)
+            return block_rule(anchor, context, size, row, q, k, causal, window)
 
         return flex_mask(see, b, queries, keys, anchor.device)
-    row = torch.arange(b).view(b, 1, 1)
-    return block_rule(
-        anchor, context, size, row, torch.arange(queries).view(1, -1, 1), torch.arange(keys).view(1, 1, -1), causal
-    ).unsqueeze(1)
+    row, q, k = torch.arange(b).view(b, 1, 1), torch.arange(queries).view(1, -1, 1), torch.arange(keys).view(1, 1, -1)
+    return block_rule(anchor, context, size, row, q, k, causal, window).unsqueeze(1)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:

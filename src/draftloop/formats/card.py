@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from draftloop.core.version import VERSION
+from draftloop.drafter.dflash2 import DFlash2Spec
 from draftloop.drafter.dspark import DSparkSpec
 from draftloop.drafter.eagle3 import Eagle3Spec
 from draftloop.drafter.families import FAMILIES
@@ -19,12 +20,13 @@ from draftloop.formats.history import History
 from draftloop.formats.serving import TITLES, Engine, Form
 
 _FORMS: dict[Form, str] = {
-    "zlab": "z-lab's form (DFlashDraftModel)",
+    "zlab": "z-lab's form",
     "deepspec": "DeepSpec's form (Qwen3DSparkModel)",
     "eagle3": "LlamaForCausalLMEagle3, as both engines load it",
     "speculators": "speculators' form",
     "mtp": "tensors named as in the target's own checkpoint",
 }
+_CLASSES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}  # by which engines know the form of z-lab
 
 
 def model_card(
@@ -67,10 +69,11 @@ def model_card(
         f"| Target layers read | {_read(spec)} |",
         *_mask(spec),
         *_heads(spec),
+        *_selector(spec),
         *_vocabulary(spec),
         f"| Layers | {spec.layers} |",
         f"| Parameters | {parameters:,} ({dtype}), without {_borrowed(spec)}: the target's are used |",
-        f"| Form | {_FORMS[form]} |",
+        f"| Form | {_FORMS[form]}{f' ({_CLASSES[spec.family]})' if form == 'zlab' else ''} |",
         f"| Made by | draftloop {VERSION} |",
         "",
         "## Serve it",
@@ -152,3 +155,12 @@ def _heads(spec: DrafterSpec) -> list[str]:
         return []
     markov = "none" if spec.markov == "none" else f"{spec.markov}, rank {spec.markov_rank}"
     return [f"| Markov head | {markov} |", f"| Confidence head | {'yes' if spec.confidence else 'no'} |"]
+
+
+def _selector(spec: DrafterSpec) -> list[str]:
+    if not isinstance(spec, DFlash2Spec):
+        return []
+    return [
+        f"| Selector | {spec.selector_top_k} candidates a token, rank {spec.selector_rank} |",
+        f"| Convolutions | {spec.conv_kernel_size} taps, groups of {spec.conv_group_size} channels |",
+    ]

@@ -25,7 +25,7 @@ from draftloop.core.weights import check_folder
 from draftloop.drafter.families import FAMILIES
 from draftloop.drafter.mtp import MTPSpec
 from draftloop.drafter.spec import DFlashSpec, DrafterSpec, check_fits
-from draftloop.formats import dspark, eagle3, eagle3_tensors, mtp, speculators, zlab_config
+from draftloop.formats import dflash2_config, dspark, eagle3, eagle3_tensors, mtp, speculators, zlab_config
 from draftloop.formats.bundled_drafter import named_folder
 from draftloop.formats.mask_vector import ENGINE_MASK, MASK, read_mask
 from draftloop.formats.tensors import AGAIN, VECTOR, read_published
@@ -56,6 +56,8 @@ READERS = (
     Reader("native", mtp.claims_native, mtp.spec_of, mtp.read_module),
     Reader("speculators", dspark.claims_speculators, dspark.speculators_spec_of, read_published),
     Reader("deepspec", dspark.claims, dspark.spec_of, read_published),
+    Reader("speculators", dflash2_config.claims_speculators, dflash2_config.spec_of_speculators, read_published),
+    Reader("zlab", dflash2_config.claims_zlab, dflash2_config.spec_of_zlab, read_published),
     Reader("speculators", speculators.claims, speculators.spec_of, read_published),
     Reader("zlab", zlab_config.claims, zlab_config.spec_of, read_published),
 )
@@ -68,7 +70,6 @@ _OTHERS = (
     ("peagle", "a P-EAGLE drafter", "an EAGLE-3 layer that drafts in parallel"),
     ("eagle3qwen", "an EAGLE-3 drafter of a Qwen3 layer", "its normed heads"),
     ("eagle(?!3)", "an EAGLE drafter", "a layer that reads its own output, token by token"),
-    ("dflash2", "a DFlash 2 drafter", "its convolutions and its candidate selector"),
     ("xpress", "an XPress drafter", "its layers"),
     ("medusa", "a Medusa drafter", "its heads"),
 )
@@ -187,4 +188,4 @@ def _check_pair(config: dict[str, Any], folder: Path) -> None:
 
 
 def _refuse(what: str, where: Path) -> NoReturn:
-    raise InputError(what, where=str(where), fix="Use a DFlash or an EAGLE-3 checkpoint.")
+    raise InputError(what, where=str(where), fix="Use a DFlash, DFlash 2, DSpark or EAGLE-3 checkpoint.")

@@ -1,4 +1,4 @@
-"""The tensors of a DFlash checkpoint: their published names and shapes, and reading them with suspicion.
+"""The tensors of DFlash and DFlash 2 checkpoints: their published names and shapes, and reading them with suspicion.
 
 z-lab's form and speculators' share them. Knows no config.json; the target is met through its public attributes.
 """
@@ -15,6 +15,7 @@ from torch import Tensor
 from draftloop.core.errors import InputError
 from draftloop.core.weights import read_tensors
 from draftloop.drafter.dflash import DFlash
+from draftloop.drafter.dflash2 import DFlash2Spec
 from draftloop.drafter.dspark import DSparkSpec
 from draftloop.drafter.families import FAMILIES
 from draftloop.drafter.spec import DFlashSpec
@@ -40,7 +41,7 @@ class Stored(NamedTuple):
 
 
 def published_shapes(spec: DFlashSpec) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a published DFlash checkpoint and its shape; matrices are [out, in].
+    """Every tensor of a published checkpoint and its shape; matrices are [out, in].
 
     Embedding and readout are the target's and are not stored: engines share them, and a stray copy ruins acceptance.
     """
@@ -61,8 +62,28 @@ def published_shapes(spec: DFlashSpec) -> dict[str, tuple[int, ...]]:
     }
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, len(spec.target_layers) * hidden)}
     shapes |= {f"{name}.weight": (hidden,) for name in ("hidden_norm", "norm")}
+    shapes |= {f"layers.{i}.{name}.weight": shape for i in range(spec.layers) for name, shape in layer.items()}
     shapes |= _head_shapes(spec) if isinstance(spec, DSparkSpec) else {}
-    return shapes | {f"layers.{i}.{name}.weight": shape for i in range(spec.layers) for name, shape in layer.items()}
+    return shapes | _beyond_dflash(spec) if isinstance(spec, DFlash2Spec) else shapes
+
+
+def _beyond_dflash(spec: DFlash2Spec) -> dict[str, tuple[int, ...]]:
+    """What DFlash 2 has besides: the codebooks' names end without `.weight`."""
+    hidden, taps, codebook = spec.hidden_size, spec.conv_kernel_size, (spec.vocab_size, spec.selector_rank)
+    conv = {
+        "base_kernel": (2, taps, hidden),
+        "kernel_projection.weight": (2 * taps * (hidden // spec.conv_group_size), hidden),
+    }
+    return {
+        **{
+            f"layers.{i}.{side}_conv.{name}": shape
+            for i in range(spec.layers)
+            for side in ("attention", "mlp")
+            for name, shape in conv.items()
+        },
+        **{f"candidate_selector.{side}_codebook": codebook for side in ("predecessor", "successor")},
+        "candidate_selector.hidden_projection.weight": (spec.selector_rank, hidden),
+    }
 
 
 def _head_shapes(spec: DSparkSpec) -> dict[str, tuple[int, ...]]:
@@ -160,6 +181,8 @@ def header(file: Path) -> dict[str, Stored]:
 
 def check_published(stored: dict[str, Stored], spec: DFlashSpec, folder: Path) -> None:
     """Demand exactly the published names, with the shapes that config.json promises, in a floating-point type."""
+    title = FAMILIES[spec.family].title
+    other = f"Use a plain {title} checkpoint."
 
     def refuse(what: str, fix: str = COMPLETE) -> None:
         raise InputError(what, where=str(folder), fix=fix)
@@ -167,7 +190,7 @@ def check_published(stored: dict[str, Stored], spec: DFlashSpec, folder: Path) -
     for name in stored:
         for sign, meaning in _FOREIGN.items():
             if sign in name.split("."):
-                refuse(f"tensor {name} belongs to {meaning}, which is not read yet", "Use a plain DFlash checkpoint.")
+                refuse(f"tensor {name} belongs to {meaning}, which is not read yet", other)
     depth = len({name.split(".")[1] for name in stored if name.startswith("layers.")})
     if depth != spec.layers:  # also keeps an absurd num_hidden_layers from being laid out below
         refuse(f"the weights hold {depth} layers, config.json promises {spec.layers}")
@@ -177,8 +200,7 @@ def check_published(stored: dict[str, Stored], spec: DFlashSpec, folder: Path) -
         refuse(f"tensor {missing[0]} is missing" + (f", and {len(missing) - 1} more" if missing[1:] else ""))
     if unexpected:
         more = f" (and {len(unexpected) - 1} more)" if unexpected[1:] else ""
-        title = FAMILIES[spec.family].title
-        refuse(f"tensor {unexpected[0]}{more} is no part of a {title} drafter", f"Use a plain {title} checkpoint.")
+        refuse(f"tensor {unexpected[0]}{more} is no part of a {title} drafter", other)
     for name, shape in shapes.items():
         if stored[name].shape != shape:
             refuse(f"tensor {name} has shape {list(stored[name].shape)}, config.json promises {list(shape)}")

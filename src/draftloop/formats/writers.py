@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftloop.core.errors import InputError
 from draftloop.drafter.spec import DrafterSpec
-from draftloop.formats import dspark, eagle3, eagle3_tensors, mtp, speculators, zlab_config
+from draftloop.formats import dflash2_config, dspark, eagle3, eagle3_tensors, mtp, speculators, zlab_config
 from draftloop.formats.tensors import tensors_of
 
 
@@ -80,6 +80,14 @@ def _speculators(spec: Any, facts: Facts) -> dict[str, Any]:
     )
 
 
+def _zlab2(spec: Any, facts: Facts) -> dict[str, Any]:
+    return dflash2_config.in_zlab(spec, _zlab(spec, facts))
+
+
+def _speculators2(spec: Any, facts: Facts) -> dict[str, Any]:
+    return dflash2_config.in_speculators(spec, _speculators(spec, facts))
+
+
 def _beside_target(spec: Any, facts: Facts) -> dict[str, Any]:
     return mtp.config_of(spec, facts.kind, weights=facts.weights, extra=facts.extra)
 
@@ -110,6 +118,7 @@ WRITERS: dict[str, Writer] = {
     ),
     "mtp": Writer(mtp.tensors_of, {"mtp": _beside_target}, "mtp"),
     "dspark": Writer(tensors_of, {"deepspec": _deepspec, "speculators": _speculators_dspark}, "dspark"),
+    "dflash2": Writer(tensors_of, {"zlab": _zlab2, "speculators": _speculators2}, "dflash"),
 }
 
 

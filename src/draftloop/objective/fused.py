@@ -90,6 +90,8 @@ def _refusal(heads: Sequence[Readout], device: torch.device) -> str | None:
             return "the drafter's readout is trained itself"
         if head.added is not None:
             return "the drafter's readout adds to the logits what depends on the token before"
+        if head.candidates:
+            return "the drafter's readout leaves a chance to some candidates of each row alone"
         if head.weight.element_size() not in _TILES:
             return f"a readout in {str(head.weight.dtype).removeprefix('torch.')} has no kernel"
         parts = [part for part in (head.weight, head.bias, head.support) if part is not None]

@@ -75,7 +75,7 @@ def ask(
         raise DraftloopError(
             f"{student.shape[0]} drafter rows but {given.shape[0]} to compare with", where="row_values"
         )
-    if kind != "ce" and teacher_readout.support is not None:
+    if kind != "ce" and (teacher_readout.support is not None or teacher_readout.candidates):
         raise DraftloopError("the target's law must cover the whole vocabulary", where="row_values")
     if kind == "ce" and labels is not None and readout.support is not None:
         labels = _labels_in_support(labels, readout)

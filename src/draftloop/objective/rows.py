@@ -91,6 +91,11 @@ def row_values(
     given that the token is in the support, the part that the drafter can match. A `ce` label outside is an error: the
     caller gives such a row weight 0, which also keeps it out of the mean.
 
+    Where the drafter's readout has `candidates`, `overlap` and `nla` are those of the law that is drawn from: q is
+    normalised over the row's k candidates, p over the whole vocabulary, alpha = sum over the candidates of min(p, q).
+    `ce` and the two KL are taken before the cut, on the softmax of all logits: only so is a token that should have been
+    a candidate, and is none, pulled among them.
+
     Args:
         kind: which value.
         student: [n, W] the drafter's rows after its final norm, any float dtype; the gradient has its dtype.
@@ -194,10 +199,9 @@ class _Chunk:
     asked: Question
 
     def __call__(self, hidden: Tensor, part: slice) -> Tensor:
-        """From hidden [c, H], the rows `part` of all, to values [c]."""
-        asked, support = self.asked, self.asked.readout.support
-        # logits of the support alone: no -inf enters any sum
-        z = replace(asked.readout, support=None).logits(hidden)
+        """From hidden [c, W], the rows `part` of all, to values [c]."""
+        asked = self.asked
+        z, support = self._logits(hidden)
         log_q = self._tempered(z).log_softmax(-1)
         if asked.kind == "ce":
             assert asked.labels is not None
@@ -209,9 +213,9 @@ class _Chunk:
             if asked.beside is not None:
                 assert asked.labels is not None
                 asked.beside[0, part] = _at(log_p, asked.labels[part])
-                asked.beside[1, part] = self._drafters(log_q, asked.labels[part])
+                asked.beside[1, part] = self._drafters(log_q, support, asked.labels[part])
         if support is not None:
-            log_p = log_p.index_select(-1, support)
+            log_p = log_p.index_select(-1, support) if support.dim() == 1 else log_p.gather(-1, support)
         if asked.kind == "overlap":
             return torch.minimum(log_p, log_q).exp().sum(-1)
         if asked.kind == "nla":
@@ -225,9 +229,22 @@ class _Chunk:
     def _tempered(self, logits: Tensor) -> Tensor:
         return logits if self.asked.temperature in (0.0, 1.0) else logits / self.asked.temperature
 
-    def _drafters(self, log_q: Tensor, tokens: Tensor) -> Tensor:
-        if self.asked.readout.support is None:
+    def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The drafter's logits where it has any, so that no -inf enters a sum, and the tokens that they are of.
+
+        Those are int64 [c, k] candidates, [V_d] of a reduced vocabulary, or all (None).
+        """
+        readout = self.asked.readout
+        if readout.candidates and self.asked.kind in ("overlap", "nla"):
+            found = readout.shortlist(hidden)
+            return readout.scores(hidden, found), found.ids
+        return replace(readout.uncut, support=None).logits(hidden), readout.support
+
+    def _drafters(self, log_q: Tensor, support: Tensor | None, tokens: Tensor) -> Tensor:
+        if support is None:
             return _at(log_q, tokens)
+        if support.dim() == 2:
+            return torch.where(support == tokens.unsqueeze(-1), log_q, float("-inf")).amax(-1)
         place = places(tokens, self.asked.readout)
         return torch.where(place < 0, float("-inf"), _at(log_q, place.clamp(min=0)))
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftloop.drafter.draft import Draft, ParallelDraft
+from draftloop.drafter.draft import Draft
 
 
 def packed_draft(
@@ -29,9 +29,7 @@ def packed_draft(
     """
     with _computing(features.device, precision):
         draft: Draft = drafter.pack(features, anchor, text)
-    if isinstance(draft, ParallelDraft):
-        return ParallelDraft(draft.rows[cells])
-    return _Cells(draft, anchor, cells, precision)
+    return draft.at(cells) or _Cells(draft, anchor, cells, precision)
 
 
 class _Cells(Draft):

@@ -76,7 +76,7 @@ def redraft_blocks(
     """
 
     def choose(hidden: Tensor, slots: slice) -> tuple[Tensor, Tensor]:
-        law = Law(hidden.flatten(0, 1), readout, Sampling())
+        law = draft.law(hidden, slots, readout, Sampling())
         tokens, scores = law.draw(hidden.new_empty(len(law.hidden)))
         return tokens.view(hidden.shape[:2]), scores.view(hidden.shape[:2])
 
@@ -125,7 +125,7 @@ def sampled_blocks(
         tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=device)
         scores = torch.zeros(hidden.shape[:2], device=device)
         for mine, temperature in ((greedy, 0.0), (~greedy, branch.temperature)):
-            law = Law(hidden[mine].flatten(0, 1), readout, Sampling(temperature))
+            law = draft.law(hidden, slots, readout, Sampling(temperature), only=mine)
             some, certain = law.draw(draws[mine][:, slots].flatten())
             tokens[mine], scores[mine] = some.view(-1, hidden.shape[1]), certain.view(-1, hidden.shape[1])
         return tokens, scores
