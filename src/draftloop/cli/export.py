@@ -37,12 +37,14 @@ def export(
 
         draftloop export runs/mine --for vllm --target Qwen/Qwen3-8B
     """
+    from draftloop.drafter.ngram import refuse_ngram
     from draftloop.formats.export import export as run_export
     from draftloop.formats.history import objective_of, read_history
     from draftloop.formats.load import load_drafter
     from draftloop.formats.serving import TITLES
     from draftloop.formats.target_config import check_target_folder
 
+    refuse_ngram(run, "be exported", "RUN")
     folder = drafter_folder(run)
     drafter = load_drafter(folder)
     name = engine_target(target or drafter.spec.made_for.get("target"))

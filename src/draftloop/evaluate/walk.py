@@ -39,7 +39,8 @@ def walk(drafter: Any, lessons: Sequence[Lesson], store: FeatureStore, *, slots:
     for lesson in lessons:
         first, last = lesson.trunk.first, len(lesson.trunk) - 1
         anchors = anchors_of(lesson.trunk, store.target.device)
-        store.fill([lesson])
+        if drafter.spec.target_layers:
+            store.fill([lesson])
         runs: list[int] = []
         for part in anchors.split(per_forward) if len(anchors) else ():
             runs += greedy_run(*drafted_rows(drafter, lesson, part), drafter.readout).tolist()
@@ -79,7 +80,7 @@ def drafted_rows(drafter: Any, lesson: Lesson, anchors: Tensor) -> tuple[Tensor,
 
     Args:
         drafter: bound.
-        lesson: with features.
+        lesson: with features, unless the drafter reads none.
         anchors: int64 [N].
 
     Returns:
@@ -87,8 +88,9 @@ def drafted_rows(drafter: Any, lesson: Lesson, anchors: Tensor) -> tuple[Tensor,
         its end.
     """
     tokens = torch.tensor(lesson.trunk.tokens, device=anchors.device)
-    assert lesson.features is not None
-    draft = drafter.pack(lesson.features.unsqueeze(0), anchors.unsqueeze(0), tokens.unsqueeze(0))
+    features = lesson.features.unsqueeze(0) if lesson.features is not None else None
+    assert features is not None or not drafter.spec.target_layers
+    draft = drafter.pack(features, anchors.unsqueeze(0), tokens.unsqueeze(0))
     place = anchors.unsqueeze(1) + torch.arange(1, drafter.spec.drafted + 1, device=anchors.device)
     own = tokens[place.clamp(max=len(tokens) - 1)]
     return draft.forced(own.unsqueeze(0))[0], torch.where(place < len(tokens), own, -1)

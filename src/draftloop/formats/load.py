@@ -22,6 +22,7 @@ from draftloop.core.errors import InputError
 from draftloop.core.files import sha256_file
 from draftloop.core.weights import check_folder
 from draftloop.drafter.families import FAMILIES
+from draftloop.drafter.ngram import ngram_drafter, ngram_spec
 from draftloop.drafter.spec import DFlashSpec, DrafterSpec, check_fits
 from draftloop.formats import speculators, zlab_config
 from draftloop.formats.bundled_drafter import named_folder
@@ -75,7 +76,8 @@ def load_drafter(path: str | os.PathLike[str], target: Any = None, *, dtype: tor
     from the one that engines read.
 
     Args:
-        path: the folder, or `bundled`: the embedded target's drafter that comes with the project.
+        path: the folder; or `bundled`, the embedded target's drafter that comes with the project; or `ngram`, the
+            lookup that has no weights (`drafter.ngram`).
         target: a `Target` to check against, move to and bind to; None leaves the drafter unbound on the CPU.
         dtype: of the weights; None = as stored (train in float32; `for_decoding` gives the target's).
 
@@ -90,6 +92,8 @@ def load_drafter(path: str | os.PathLike[str], target: Any = None, *, dtype: tor
         InputError: not a whole, finite checkpoint of a form that is read, one that says a thing twice and differently,
             or one made for a target of another shape.
     """
+    if (lookup := ngram_spec(path)) is not None:
+        return ngram_drafter(lookup, target)
     folder = named_folder(path)
     if (folder / _RUN).is_file() and not (folder / CONFIG).exists():
         raise InputError(

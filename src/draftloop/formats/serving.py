@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from draftloop.core.errors import InputError
+from draftloop.drafter.ngram import NgramSpec
 from draftloop.drafter.spec import DrafterSpec, has_learned_mask
 from draftloop.formats.writers import writer_of
 
@@ -32,7 +33,7 @@ def serve_command(
     engine: Engine,
     target: str,
     folder: Path,
-    spec: DrafterSpec,
+    spec: DrafterSpec | NgramSpec,
     probabilistic: bool = False,
     extra: Sequence[str] = (),
 ) -> list[str]:
@@ -41,7 +42,7 @@ def serve_command(
     Args:
         engine: who serves.
         target: folder or hub id of the target.
-        folder: the exported drafter.
+        folder: the exported drafter; not read for a lookup.
         spec: its spec; K = block size - 1 tokens are drafted.
         probabilistic: above temperature 0 drafts are drawn from the drafter's law, not its argmax. That is what a
             drafter trained for overlap is good at. vLLM only: SGLang has no flag for it with DFlash, its
@@ -54,24 +55,35 @@ def serve_command(
     if engine == "sglang":
         drafting = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(folder)]
         return plain_command(engine, target, [*drafting, *extra])
-    config: dict[str, str | int] = {
-        "method": writer_of(spec)[0].method,  # always said, for it is otherwise guessed from the path's name
-        "model": str(folder),
-        "num_speculative_tokens": spec.drafted,
-    }
+    config: dict[str, str | int]
+    if isinstance(spec, NgramSpec):  # every length is said: vLLM's own default is 5, for both
+        config = {"method": "ngram", "num_speculative_tokens": spec.drafted}
+        config |= {"prompt_lookup_min": spec.shortest, "prompt_lookup_max": spec.longest}
+    else:
+        config = {
+            "method": writer_of(spec)[0].method,  # always said, for it is otherwise guessed from the path's name
+            "model": str(folder),
+            "num_speculative_tokens": spec.drafted,
+        }
     if probabilistic:
         config["draft_sample_method"] = "probabilistic"
     return plain_command(engine, target, ["--speculative-config", json.dumps(config, separators=(",", ":")), *extra])
 
 
-def check_served(engine: Engine, form: Form, spec: DrafterSpec) -> None:
+def check_served(engine: Engine, form: Form, spec: DrafterSpec | NgramSpec) -> None:
     """Refuse what an engine cannot serve, naming the one that can.
 
     Raises:
-        InputError: SGLang and the speculators form, or SGLang and a learned mask vector.
+        InputError: SGLang and the speculators form, a learned mask vector, or n-gram lookup.
     """
     if engine != "sglang":
         return
+    if isinstance(spec, NgramSpec):
+        raise InputError(
+            "SGLang's NGRAM is another drafter: it drafts trees from a store that all requests share",
+            where="--engine",
+            fix="Serve with vLLM, or start SGLang yourself with --speculative-algorithm NGRAM.",
+        )
     fix = "Export for vLLM alone (--for vllm)"
     if form == "speculators":
         raise InputError(
@@ -86,7 +98,7 @@ def check_served(engine: Engine, form: Form, spec: DrafterSpec) -> None:
         )
 
 
-def caveats(engine: Engine, spec: DrafterSpec, probabilistic: bool) -> list[str]:
+def caveats(engine: Engine, spec: DrafterSpec | NgramSpec, probabilistic: bool) -> list[str]:
     """What somebody who serves should know, as sentences; often none."""
     said = []
     if engine == "sglang" and probabilistic:
