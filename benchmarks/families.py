@@ -1,6 +1,7 @@
 """Families of drafters trained alike on one target: tau by prompt set at T = 0 and 1, cost of a round, speed.
 
-    for f in dflash eagle3 dspark dflash2 mtp; do draftloop train recipes/families/$f.yaml data.dir=data; done
+    draftloop prepare recipes/families/dflash.yaml data.dir=data --out runs/prepared     the answers, once for all
+    cp -r runs/prepared runs/families/FAMILY && draftloop train recipes/families/FAMILY.yaml data.dir=data    each
     python benchmarks/families.py tau --prompts FILE ... --out FILE     the exact offline evaluation, all at once
     python benchmarks/families.py speed --prompts FILE ... --out FILE   decoding at batch 1, one after the other
 

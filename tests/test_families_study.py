@@ -175,3 +175,28 @@ def test_families_are_measured_each_for_itself(room, place, monkeypatch, tmp_pat
     assert [json.loads(line)["kind"] for line in out.read_text(encoding="utf-8")[len(before) :].splitlines()] == [
         "failed"
     ]
+
+
+def test_evaluate_tells_tau_at_temperature_1_by_either_rule(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    taus = {}
+    for name in ("runs/mine", "ngram"):
+        for rule in ("match", "ratio"):
+            words = [
+                "evaluate",
+                name,
+                "--offline",
+                "--temperature",
+                "1",
+                "--rule",
+                rule,
+                "--json",
+                "--target",
+                "my-model",
+            ]
+            with pytest.raises(SystemExit) as done:
+                main([*words, "--prompts", "heldout.jsonl", "--max-new-tokens", "8", "--dtype", "float32"])
+            assert done.value.code in (0, None)
+            taus[name, rule] = json.loads(capsys.readouterr().out)["acceptance"]["tau_pooled"]
+    assert taus["ngram", "match"] == pytest.approx(taus["ngram", "ratio"])
+    assert taus["runs/mine", "match"] != taus["runs/mine", "ratio"]
