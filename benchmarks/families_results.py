@@ -59,12 +59,14 @@ def summarise(rows: list[Row]) -> Row:
     for (family, name), some in tallies.items():
         told = acceptance(some)
         if name == "untrained":
-            found[family]["tau_untrained"] = told.tau_pooled
+            found.setdefault(family, {})["tau_untrained"] = told.tau_pooled
             continue
-        found[family].setdefault("tau", {})[name] = told.to_json()
+        found.setdefault(family, {}).setdefault("tau", {})[name] = told.to_json()
         if family == "ngram" and name == "t0":
             found[family]["tau_untrained"] = told.tau_pooled  # nothing of it is ever trained
-    failed = [{key: row[key] for key in ("family", "what", "why")} for row in rows if row["kind"] == "failed"]
+    keys = ("family", "what", "why")  # the last word on each
+    last = {(row["family"], row["what"]): row for row in rows if row["kind"] == "failed"}
+    failed = [{key: row[key] for key in keys} for row in last.values()]
     measured = {("tau", name) for name, row in found.items() if "tau" in row}
     measured |= {("speed", name) for name, row in found.items() if "speed" in row}
     return {
