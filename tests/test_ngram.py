@@ -20,6 +20,7 @@ from draftloop.decode.trace import Generation, Options, Request
 from draftloop.drafter import ngram
 from draftloop.drafter.build import for_decoding
 from draftloop.drafter.ngram import NgramSpec, PointMass, look_up, ngram_drafter, ngram_spec
+from draftloop.engines.compare import Answer, faults, replay
 from draftloop.evaluate.offline import offline
 from draftloop.evaluate.tau import acceptance
 from draftloop.evaluate.walk import responses_of, walk
@@ -210,6 +211,48 @@ def test_offline_under_both_rules_is_alike_for_it_never_doubts(target):
         assert one.steps == pytest.approx(other.steps)
     real = decode(target, lookup(target), asked, options)
     assert [tally.steps for tally in found["match"]] == [len(one.steps) for one in real]
+
+
+# what an engine does -------------------------------------------------------------------------------------------------
+def served(text, first, eos, spec, search=by_hand):
+    """An engine's account of one greedy answer: it proposes what its own search finds, or nothing."""
+    steps, drafts, accepted, at = [1], 0, 0, first
+    while at < len(text) - 1:
+        proposed = search(text[: at + 1], spec)
+        run = 0
+        while run < len(proposed) and at + 1 + run < len(text) and proposed[run] == text[at + 1 + run]:
+            run += 1
+        drafts, accepted = drafts + bool(proposed), accepted + run
+        steps.append(min(run + 1, len(text) - 1 - at))
+        at += steps[-1]
+    return Answer("p", "a", tuple(text[:first]), tuple(text[first:]), tuple(steps), drafts, accepted, text[-1] in eos)
+
+
+def latest(text, spec):
+    """As `by_hand`, but where the run stood last."""
+    for n in range(spec.longest, spec.shortest - 1, -1):
+        for start in range(len(text) - n - 1, -1, -1):
+            if text[start : start + n] == text[-n:]:
+                return text[start + n : start + n + spec.drafted]
+    return []
+
+
+def test_an_engine_that_looks_up_alike_agrees_in_every_step_and_another_does_not():
+    target = with_eos(tiny_target(vocab=11, sharp=2.0), 4)
+    drafter = lookup(target)
+    differences = {by_hand: 0, latest: 0}
+    idle = ended = 0
+    for trunk in greedy_trunks(target, prompts(3, 9, 6, 2, 12, 17, 5, vocab=11)):
+        for search in differences:
+            answer = served(list(trunk.tokens), trunk.first, target.eos_ids, drafter.spec, search)
+            told = {"drafted": 4, "max_new_tokens": 22, "eos": target.eos_ids}
+            assert faults(answer, always=False, **told) == []
+            idle += bool(faults(answer, **told))  # steps without a draft are a fault of any other drafter
+            ended += answer.stopped
+            differences[search] += len(replay(target, drafter, answer, temperature=0.0).differences)
+    assert differences[by_hand] == 0 < differences[latest]
+    assert idle
+    assert ended
 
 
 # its name ------------------------------------------------------------------------------------------------------------
