@@ -200,3 +200,11 @@ def test_evaluate_tells_tau_at_temperature_1_by_either_rule(place, monkeypatch, 
             taus[name, rule] = json.loads(capsys.readouterr().out)["acceptance"]["tau_pooled"]
     assert taus["ngram", "match"] == pytest.approx(taus["ngram", "ratio"])
     assert taus["runs/mine", "match"] != taus["runs/mine", "ratio"]
+
+
+def test_audit_takes_the_lookup(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    with pytest.raises(SystemExit) as done:
+        main(["audit", "ngram:3:1:2", "--target", "my-model", "--prompts", "heldout.jsonl", "--max-new-tokens", "12"])
+    assert done.value.code in (0, None)
+    assert capsys.readouterr().out.startswith("lossless:")

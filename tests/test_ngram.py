@@ -27,10 +27,10 @@ from draftloop.evaluate.walk import responses_of, walk
 from draftloop.formats.load import load_drafter
 from draftloop.formats.zlab import save_drafter
 from draftloop.supervise.lesson import FeatureStore, Lesson
+from tests import test_decode_lossless as lossless
 from tests.lessons import greedy_trunks, prompts
 from tests.stand_ins import EOS, WAYS, p_value, with_eos
 from tests.test_decode_graph import Counting, Watching, agree
-from tests.test_decode_lossless import exact_law
 from tests.test_serve_engine import engine_python
 from tests.tiny import tiny_target
 
@@ -130,6 +130,30 @@ def test_greedy_output_is_that_of_plain_decoding(target, requests, limit):
             assert replies(decode(stopping, lookup(stopping, name), requests, options)) == replies(plain)
 
 
+LOOKED_UP: lossless.Axes = [  # as `ONE_DRAFT`, but drafts are not drawn, and a coin must tell quarters
+    (4, [(lossless.TARGET, 0, 1)]),
+    (4, [(lossless.ACCEPT, 1, 2)]),
+    (12, [(lossless.RESIDUAL, 1, 2), (lossless.TARGET, 0, 3)]),
+    (4, [(lossless.ACCEPT, 2, 3)]),
+    (12, [(lossless.RESIDUAL, 2, 3)]),
+]
+
+
+@pytest.mark.parametrize("eos", [(), (2,)])
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_loop_under_ratio_is_exactly_lossless(monkeypatch, eos, broken):
+    """Every cell of the uniforms, and the law of the text in fractions: with something found and with the filler."""
+    toy = lossless.ONE
+    drafter = ngram.Ngram(NgramSpec(1, 1, 1), filler=2).bind(None, toy.readout)
+    monkeypatch.setattr(lossless, "ToyDrafter", lambda toy: drafter)
+    if broken:  # a law that is not the one that it proposes from
+        monkeypatch.setattr(PointMass, "logits", lambda self, hidden: torch.zeros(*hidden.shape[:-1], toy.vocab))
+    generations = lossless.enumerate_loop(monkeypatch, toy, LOOKED_UP, "ratio", eos=eos)
+    proposed = {step.proposed[0] for made in generations for step in made.steps}
+    assert {0, 2} <= proposed
+    assert (lossless.law_of(generations) == lossless.target_law(toy, eos)) != broken
+
+
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.8, top_k=5, top_p=0.9)], ids=str)
 @pytest.mark.parametrize("broken", [False, True])
 def test_samples_have_the_targets_joint_law(monkeypatch, sampling, broken):
@@ -138,10 +162,9 @@ def test_samples_have_the_targets_joint_law(monkeypatch, sampling, broken):
     drafter = lookup(small, "ngram:2:1:2")
     if broken:
         monkeypatch.setattr(PointMass, "logits", lambda self, hidden: torch.zeros(*hidden.shape[:-1], 7))
-    asked = [Request((1, 4, 2, 6), key=5, sample=i) for i in range(4000)]
+    asked = [Request(lossless.PROMPT, key=5, sample=i) for i in range(4000)]
     made = decode(small, drafter, asked, Options(3, sampling, "ratio", seed=11, batch_size=4000))
-    monkeypatch.setattr("tests.test_decode_lossless.PROMPT", (1, 4, 2, 6))
-    worth = p_value(made, exact_law(small, sampling))
+    worth = p_value(made, lossless.exact_law(small, sampling))
     assert worth < 1e-8 if broken else worth > 1e-3
     accepted = sum(step.accepted > 0 for one in made for step in one.steps)
     assert accepted > 100 or sampling.top_k
