@@ -2,8 +2,8 @@
 
     python benchmarks/parity_results.py take NAME RUN   copy a parity run's rows into results/raw/parity-NAME.jsonl
 
-Names: `dflash` and `dflash-...` are parity runs proper; `wrong-NAME` are exports spoilt on purpose, with what the
-diagnosis said of them. `benchmarks/results.py` calls `derived`.
+Names: `wrong-NAME` are exports spoilt on purpose, with what the diagnosis said of them; all others are parity runs
+proper. `benchmarks/results.py` calls `derived`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from draftloop.engines.verdict import summarise
 ROOT = Path(__file__).resolve().parent.parent
 RAW = ROOT / "results" / "raw"
 FOUND = ROOT / "results" / "parity-vllm.json"
-_FAMILY, _WRONG = "dflash", "wrong-"
+_WRONG = "wrong-"
 
 
 def take(name: str, run: Path) -> Path:
@@ -40,7 +40,7 @@ def derived() -> dict[Path, str]:
     runs = {path.stem.removeprefix("parity-"): _rows(path) for path in sorted(RAW.glob("parity-*.jsonl"))}
     if not runs:
         return {}
-    families = {name: _family(rows) for name, rows in runs.items() if name.startswith(_FAMILY)}
+    families = {name: _family(rows) for name, rows in runs.items() if not name.startswith(_WRONG)}
     wrong = {name.removeprefix(_WRONG): _wrong(rows) for name, rows in runs.items() if name.startswith(_WRONG)}
     found = {"families": families, "wrong_exports": wrong}
     return {FOUND: json.dumps(found, indent=1, sort_keys=True) + "\n"}

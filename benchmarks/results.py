@@ -4,7 +4,7 @@
     python benchmarks/results.py derive        write results/*.json and the tables again
     python benchmarks/results.py check         demand that deriving them again changes nothing
 
-Nothing in results/ or in the marked part of docs/results.md is typed by hand.
+Nothing in results/ or in the marked parts of docs/results.md and docs/drafters.md is typed by hand.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import bench_results
 import branch_throughput
 import decode_results
+import families_results
 import fused_results
 import hybrid_results
 import parity_results
@@ -32,6 +33,7 @@ from draftloop.evaluate.tau import Response, acceptance, paired
 ROOT = Path(__file__).resolve().parent.parent
 RAW = ROOT / "results" / "raw"
 PAGE = ROOT / "docs" / "results.md"
+CHOICE = ROOT / "docs" / "drafters.md"
 RUN_KEYS = (
     "name", "command", "versions", "hardware", "target", "drafter", "delivered", "seconds", "decoding", "audit",
 )  # fmt: skip
@@ -60,10 +62,10 @@ def take(runs: list[Path]) -> None:
 
 def derive() -> dict[Path, str]:
     """Every derived file's text."""
-    others = ("parity-", "bench-", "branch-", "fused-", "decode-", "hybrid-", "tree-")
+    others = ("parity-", "bench-", "branch-", "fused-", "decode-", "hybrid-", "tree-", "families-")
     runs = {path.stem: read(path) for path in sorted(RAW.glob("*.jsonl")) if not path.name.startswith(others)}
     out = parity_results.derived() | bench_results.derive() | branch_throughput.derived() | decode_results.derive()
-    out |= hybrid_results.derive()
+    out |= hybrid_results.derive() | families_results.derive()
     tables = []
     found: dict[str, dict[str, Any]] = {study: {} for study in STUDIES}
     for name, (head, stages, arms) in runs.items():
@@ -86,6 +88,8 @@ def derive() -> dict[Path, str]:
         arms_of_seeds = _ablations(ablations)
         out[ROOT / "results" / "ablations.json"] = _json(arms_of_seeds)
         tables.append(_ablation_table(arms_of_seeds))
+    if alike := families_results.table():
+        tables.append("## Families\n\n" + alike)
     if served := bench_results.table():
         tables.append("## A running server under load\n\n" + served)
     if decoded := decode_results.table():
@@ -107,6 +111,8 @@ def derive() -> dict[Path, str]:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     before, rest = readme.split(OPEN)
     out[ROOT / "README.md"] = before + OPEN + _readme(found["quickstart"]) + SHUT + rest.split(SHUT)[1]
+    before, rest = CHOICE.read_text(encoding="utf-8").split(OPEN)
+    out[CHOICE] = before + OPEN + families_results.choice() + SHUT + rest.split(SHUT)[1]
     page = PAGE.read_text(encoding="utf-8").split(MARK)[0]
     out[PAGE] = page + MARK + "\n" + "\n".join(tables)
     return out
@@ -162,6 +168,10 @@ def _run_table(name: str, head: dict[str, Any], stages: list[dict[str, Any]], ar
             f"| {stage['name']}{star} | {a.tau_pooled:.3f} | {a.interval[0]:.3f} to {a.interval[1]:.3f}"
             f" | {a.tau_mean:.3f} | {gain.ratio:.3f} | {stage['steps']} | {stage['labels']} | {stage['seconds']:.0f} |"
         )
+    if "ngram" in arms:  # untrained, beside the stages
+        a = acceptance(arms["ngram"])
+        low, high = a.interval
+        lines.append(f"| n-gram lookup | {a.tau_pooled:.3f} | {low:.3f} to {high:.3f} | {a.tau_mean:.3f} | | | | |")
     if head["decoding"]:
         plain = head["decoding"]["plain"]
         lines += [

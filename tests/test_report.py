@@ -35,6 +35,9 @@ from draftloop.evaluate.tau import Response, acceptance
 ATTACK = "<script>alert('x')</script>[bold]$x_1^2$ & \"q\""
 
 
+LOOKUP_KEYS = ("name", "tau_pooled", "tau_mean", "interval", "per_position", "sets")
+
+
 def stage(name: str, tau: float, *, drafted: int = 7, **changes: Any) -> dict[str, Any]:
     alphas = [0.3 + 0.1 * tau - 0.02 * k for k in range(drafted)]
     shares = [0.5 ** (1 + k) + 0.02 * tau for k in range(drafted)]
@@ -87,6 +90,8 @@ def a_summary() -> dict[str, Any]:
         "stages": stages,
         "delivered": "draft-opd",
         "gain": {"ratio": 2.15, "interval": [2.01, 2.29]},
+        "ngram": {key: value for key, value in stage("ngram:7:2:4", 1.31).items() if key in LOOKUP_KEYS}
+        | {"gain": {"ratio": 1.84, "interval": [1.7, 1.99]}},
         "decoding": {**decoding, "plain": {"tokens_per_s": 40.1, "ms_per_token": 24.9}, "arms": arms},
         "lossless": True,
         "audit": {"dtype": "float32", "prompts": 6, "tokens": 1536, "equal": True, "near_ties": 3, "gap": 1e-4}

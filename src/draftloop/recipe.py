@@ -364,7 +364,7 @@ class Recipe(Part):
     def _check_stages(self) -> Recipe:
         seen: list[str] = []
         for stage in self.stages:
-            if stage.name in seen or stage.name in ("init", "previous", "untrained"):
+            if stage.name in seen or stage.name in ("init", "previous", "untrained", "ngram"):
                 raise ValueError(f"stage name {stage.name!r} is taken")
             if stage.start not in ("previous", "init", *seen):
                 raise ValueError(f"stage {stage.name!r} starts from {stage.start!r}, which is no earlier stage")

@@ -38,6 +38,7 @@ def export(
 
         draftloop export runs/mine --for vllm --target Qwen/Qwen3-8B
     """
+    from draftloop.drafter.ngram import refuse_ngram
     from draftloop.formats.export import export as run_export
     from draftloop.formats.history import objective_of, read_history
     from draftloop.formats.load import load_drafter
@@ -45,6 +46,7 @@ def export(
     from draftloop.formats.target_config import check_target_folder
     from draftloop.formats.writers import writer_of
 
+    refuse_ngram(run, "be exported", "RUN")
     folder = drafter_folder(run)
     drafter = load_drafter(folder)
     name = engine_target(target or drafter.spec.made_for.get("target"))

@@ -15,7 +15,7 @@ from draftloop.core.errors import InputError
 
 @app.command()
 def parity(
-    run: Annotated[Path, typer.Argument(help="A drafter folder, or a run directory: what the engine should serve.")],
+    run: Annotated[Path, typer.Argument(help="Drafter folder, run directory or ngram: what the engine should serve.")],
     engine: Annotated[Literal["vllm"], typer.Option(help="The engine to compare with.")] = "vllm",
     engine_python: Annotated[
         Path | None, typer.Option(help="Python of the engine's environment (default: $DRAFTLOOP_VLLM_PYTHON).")
@@ -52,6 +52,7 @@ def parity(
     from draftloop.data.chat import encode_prompt
     from draftloop.data.prompts import read_prompts
     from draftloop.drafter.build import for_decoding
+    from draftloop.drafter.ngram import ngram_spec
     from draftloop.drafter.spec import DFlashSpec
     from draftloop.engines.parity import Question, Setting
     from draftloop.engines.parity import parity as compare
@@ -78,7 +79,11 @@ def parity(
     ]
     setting = Setting(tuple(sorted(set(temperature))), max_new_tokens, draft_sample_method, seed)
     served = exported or folder
-    if not (served / "config.json").is_file():
+    lookup = ngram_spec(run)
+    if lookup is not None and (exported or diagnose or draft_sample_method != "greedy"):
+        what = "n-gram lookup has no checkpoint to replace or to diagnose, and never draws its drafts"
+        raise InputError(what, where=str(run), fix="Leave out --exported, --diagnose and --draft-sample-method.")
+    if lookup is None and not (served / "config.json").is_file():
         raise InputError("there is no checkpoint", where=str(served), fix="Give the folder that the engine is to load.")
     plain = isinstance(drafter.spec, DFlashSpec)
     if diagnose and not plain:

@@ -15,7 +15,7 @@ from draftloop.core.errors import InputError
 
 @app.command()
 def serve(
-    run: Annotated[Path, typer.Argument(help="A run directory, an exported drafter, or any drafter folder.")],
+    run: Annotated[Path, typer.Argument(help="A run directory, an exported drafter, any drafter folder, or ngram.")],
     extra: Annotated[
         list[str] | None, typer.Argument(help="After --: more arguments for the engine; they win over ours.")
     ] = None,
@@ -42,6 +42,7 @@ def serve(
 
         draftloop serve runs/mine --engine-python ~/vllm/bin/python -t Qwen/Qwen3-8B -- --max-model-len 4096
     """
+    from draftloop.drafter.ngram import NgramSpec
     from draftloop.engines.serve import find_engine, in_environment, run_engine, shell_line
     from draftloop.formats.history import objective_of
     from draftloop.formats.load import load_drafter
@@ -51,15 +52,17 @@ def serve(
     found = find_engine(engine, engine_python or Path(sys.executable))  # first: a wrong path should not cost an export
     folder, facts = _folder(run, engine, target)
     spec = load_drafter(folder).spec
+    lookup = isinstance(spec, NgramSpec)
     check_served(engine, facts.get("form", "zlab"), spec)
     name = engine_target(target or facts.get("target") or spec.made_for.get("target"))
     if name is None:
         raise InputError("the drafter does not say which target it was made for", where=str(run), fix="Give --target.")
-    check_target_folder(spec, name)
+    if not lookup:
+        check_target_folder(spec, name)
     own = [["--host", host], ["--port", str(port)], *([["--trust-remote-code"]] if trust_remote_code else [])]
     given = {word.split("=")[0] for word in extra or []}
     more = [*(word for words in own if words[0] not in given for word in words), *(extra or [])]
-    probabilistic = bool(facts.get("probabilistic", objective_of(folder) in OVERLAP_OBJECTIVES))
+    probabilistic = not lookup and bool(facts.get("probabilistic", objective_of(folder) in OVERLAP_OBJECTIVES))
     if plain:
         command = plain_command(engine, name, more)
     else:
@@ -77,12 +80,15 @@ def serve(
 
 def _folder(run: Path, engine: Literal["vllm", "sglang"], target: str | None) -> tuple[Path, dict[str, Any]]:
     """The folder to serve and what its serve.json says; a run's drafter is exported where no export is up to date."""
+    from draftloop.drafter.ngram import ngram_spec
     from draftloop.formats.bundled_drafter import named_folder
     from draftloop.formats.export import SERVE, export
     from draftloop.formats.history import objective_of, read_history
     from draftloop.formats.load import load_drafter
     from draftloop.formats.zlab import WEIGHTS
 
+    if ngram_spec(run) is not None:  # a lookup, which an engine does by itself
+        return run, {}
     drafter, place = drafter_folder(run), run / f"export-{engine}"
     if drafter == named_folder(run):  # an export, or a drafter's own folder, which is served as it lies there
         return drafter.resolve(), _facts(drafter / SERVE)

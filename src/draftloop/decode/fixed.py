@@ -92,8 +92,9 @@ class FixedRows(RowState):
         if options.record:
             wide = {"dtype": target.dtype, "device": device}
             self.hidden = torch.zeros(rows, capacity, target.hidden_size, **wide)
-            if drafter is not None:
+            if self.taps:
                 self.features = torch.zeros(rows, capacity, len(self.taps) * target.hidden_size, **wide)
+            if drafter is not None:
                 self.verified = torch.zeros(turns, rows, k + 1, target.hidden_size, **wide)
         self.admit([0], [Request((0,))])  # the cache's layers learn their shapes, before anything is compiled
         self.done.fill_(True)
@@ -114,8 +115,9 @@ class FixedRows(RowState):
         if self.hidden is not None:
             place = (self.cache.row, self.anchor.unsqueeze(1) + torch.arange(out.tokens.shape[1], device=stop.device))
             self.hidden[place] = out.fed.hidden
-            if self.features is not None and self.verified is not None:
+            if self.features is not None:
                 self.features[place] = out.fed.features
+            if self.verified is not None:
                 self.verified.index_copy_(0, self.at, out.fed.hidden.unsqueeze(0))
         self.last.copy_(torch.where(self.done, self.last, cut.last))
         self.anchor.add_(stop)

@@ -100,7 +100,7 @@ class DFlashSpec(DrafterSpec):
             )
 
 
-def has_learned_mask(spec: DrafterSpec) -> TypeGuard[DFlashSpec]:
+def has_learned_mask(spec: Any) -> TypeGuard[DFlashSpec]:
     """Whether its drafted slots hold a learned vector, which lies beside the weights in a file of its own."""
     return isinstance(spec, DFlashSpec) and spec.learned_mask
 

@@ -24,6 +24,7 @@ from draftloop.core.files import write_text, writing_fault
 from draftloop.core.law import Sampling
 from draftloop.decode.loop import decode
 from draftloop.decode.trace import Options, Request
+from draftloop.drafter.ngram import NgramSpec
 from draftloop.engines.compare import Answer, answers_of, engine_response, faults, first_parting, replay, tie_gap
 from draftloop.engines.serve import Engine
 from draftloop.engines.vllm import Ask, Job, read_rows, run_job, weights_of
@@ -94,7 +95,7 @@ def parity(
         questions: prompts.
         engine: from `find_engine`.
         target_folder: what the engine loads the target from.
-        served: the drafter's folder as the engine reads it.
+        served: the drafter's folder as the engine reads it; the name of an n-gram lookup.
         folder: for raw rows and the engine's files.
         setting: how both sides decode.
         facts: for the head of the rows: command, versions, hardware.
@@ -119,7 +120,7 @@ def parity(
         setting.max_new_tokens,
         longest,
         tuple(target.eos_ids),
-        writer_of(drafter.spec)[0].method,
+        **_method(drafter.spec),
     )
     asks = {
         (t, q.id, q.set): Ask(f"{q.set}/{q.id}@{t:g}", q.ids, t, key_of(f"{setting.seed}/{q.id}") % _SEEDS)
@@ -134,7 +135,7 @@ def parity(
         "kind": "run",
         "schema": SCHEMA,
         "target": f"{target.name} ({target.fingerprint})",
-        "drafter": weights_of(served),
+        "drafter": weights_of(served) or str(served),
         "dtype": job.dtype,
         "drafted": job.num_speculative_tokens,
         "max_new_tokens": setting.max_new_tokens,
@@ -157,6 +158,13 @@ def parity(
             answers = answers_of([row for row in found if row.get("name") in names], named)
             compare_with(target, drafter, answers, setting, t, book, done)
     return book.path
+
+
+def _method(spec: Any) -> dict[str, Any]:
+    """How a `Job` names the family."""
+    if isinstance(spec, NgramSpec):
+        return {"method": "ngram", "lookup": (spec.shortest, spec.longest)}
+    return {"method": writer_of(spec)[0].method}
 
 
 def compare_with(
@@ -182,7 +190,13 @@ def compare_with(
     drafted = drafter.spec.drafted
     for answer in answers:
         if not book.has("engine", temperature, answer):
-            wrong = faults(answer, drafted=drafted, max_new_tokens=setting.max_new_tokens, eos=target.eos_ids)
+            wrong = faults(
+                answer,
+                drafted=drafted,
+                max_new_tokens=setting.max_new_tokens,
+                eos=target.eos_ids,
+                always=not isinstance(drafter.spec, NgramSpec),
+            )
             if setting.draft_sample_method == "greedy" and not book.has("replay", temperature, answer):
                 found = replay(target, drafter, answer, temperature=temperature)
                 book.add(

@@ -60,6 +60,7 @@ class Job:
         max_model_len: longest text; must leave room for a last block.
         eos: tokens that end a response.
         method: vLLM's name of the drafter's family.
+        lookup: for n-gram lookup, fewest and most tokens looked for; it has no folder, and not every step drafts.
     """
 
     target: str
@@ -71,6 +72,7 @@ class Job:
     max_model_len: int
     eos: tuple[int, ...]
     method: str = "dflash"
+    lookup: tuple[int, int] | None = None
 
 
 def chosen_python(given: Path | None) -> Path:

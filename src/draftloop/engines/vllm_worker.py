@@ -35,10 +35,12 @@ def engine_of(job: dict[str, Any]) -> Any:
 
     speculation = {
         "method": job["method"],
-        "model": job["drafter"],
         "num_speculative_tokens": job["num_speculative_tokens"],
-        "draft_sample_method": job["draft_sample_method"],
     }
+    if job.get("lookup"):
+        speculation |= zip(("prompt_lookup_min", "prompt_lookup_max"), job["lookup"], strict=True)
+    else:
+        speculation |= {"model": job["drafter"], "draft_sample_method": job["draft_sample_method"]}
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=job["target"],

@@ -147,6 +147,7 @@ def render(summary: Summary, metrics: Metrics, recipe: str | None) -> str:
         colours=[_VARIABLES[_colour(summary, stage.name)] for stage in summary.stages],
         charts={name: None if chart is None else Markup(chart) for name, chart in charts.items()},
         tau_sentence=table.tau_sentence(summary),
+        ngram_sentence=table.ngram_sentence(summary),
         speed_sentence=table.speed_sentence(summary),
         lossless_sentence=table.lossless_sentence(summary),
     )

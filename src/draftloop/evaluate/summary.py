@@ -153,6 +153,21 @@ class Gain(Part):
     interval: tuple[float, float]
 
 
+class Lookup(Part):
+    """N-gram lookup on the same trunks, the drafter that nobody has to train; named with its settings.
+
+    `gain` is tau_pooled of the delivered drafter over the lookup's.
+    """
+
+    name: str
+    tau_pooled: float
+    tau_mean: float
+    interval: tuple[float, float]
+    per_position: list[float | None]
+    sets: dict[str, SetResult]
+    gain: Gain
+
+
 class Plain(Part):
     """Plain decoding with the same loop: one token a step."""
 
@@ -231,6 +246,7 @@ class Summary(Part):
     stages: list[Stage] = Field(min_length=1)
     delivered: str
     gain: Gain | None
+    ngram: Lookup | None = None
     decoding: Decoding | None
     lossless: bool | None
     audit: Audit | None

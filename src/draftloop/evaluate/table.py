@@ -74,8 +74,9 @@ def summary_tables(summary: Summary) -> RenderableType:
 
 
 def sentences(summary: Summary) -> list[str]:
-    """Say what the run found, in three sentences: acceptance length, decoding speed, losslessness."""
-    return [tau_sentence(summary), speed_sentence(summary), lossless_sentence(summary)]
+    """Say what the run found: acceptance length, alone and beside n-gram lookup's, decoding speed, losslessness."""
+    said = [tau_sentence(summary), ngram_sentence(summary), speed_sentence(summary), lossless_sentence(summary)]
+    return [sentence for sentence in said if sentence]
 
 
 def tau_sentence(summary: Summary) -> str:
@@ -95,6 +96,18 @@ def tau_sentence(summary: Summary) -> str:
     if high < 1.0:
         return f"{text}: training made it WORSE."
     return f"{text}: these prompts cannot tell that from no change."
+
+
+def ngram_sentence(summary: Summary) -> str:
+    """Say what n-gram lookup has without training; empty where it was not walked."""
+    lookup = summary.ngram
+    if lookup is None:
+        return ""
+    tau = f"{lookup.tau_pooled:.2f} {interval_text(lookup.interval)}"
+    low, high = lookup.gain.interval
+    word = "more" if low > 1.0 else "LESS" if high < 1.0 else "no clear difference"
+    ratio = f"{lookup.gain.ratio:.2f}x {interval_text(lookup.gain.interval)}"
+    return f"N-gram lookup ({lookup.name}), which needs no training, has {tau}; the delivered drafter {ratio}: {word}."
 
 
 def speed_sentence(summary: Summary) -> str:
@@ -141,6 +154,9 @@ def _stage_section(summary: Summary) -> RenderableType:
         tau, mean = f"{stage.tau_pooled:.2f}", f"{stage.tau_mean:.2f}"
         effort = (count(stage.steps), short(stage.labels), duration(stage.seconds)) if stage.steps else ("", "", "")
         _row(table, name, tau, interval_text(stage.interval), mean, gain, *effort, bold=stage.delivered)
+    if (lookup := summary.ngram) is not None:
+        tau, mean = f"{lookup.tau_pooled:.2f}", f"{lookup.tau_mean:.2f}"
+        _row(table, lookup.name, tau, interval_text(lookup.interval), mean, "", "", "", "")
     title = "Stages: acceptance length (tau) on the test prompts, tokens per verification"
     return _section(title, table, "* delivered; gain = tau pooled over the first row")
 
@@ -159,6 +175,9 @@ def _set_section(summary: Summary) -> RenderableType:
             tau, mean = f"{part.tau_pooled:.2f}", f"{part.tau_mean:.2f}"
             _row(table, title, stage.name, tau, interval_text(part.interval), mean, gain, bold=stage.delivered)
             title = ""
+        if summary.ngram is not None and (own := summary.ngram.sets.get(name)) is not None:
+            tau, mean = f"{own.tau_pooled:.2f}", f"{own.tau_mean:.2f}"
+            _row(table, title, summary.ngram.name, tau, interval_text(own.interval), mean, "")
     return _section("By prompt set", table)
 
 

@@ -44,7 +44,8 @@ def walk(
     for lesson in lessons:
         first, last = lesson.trunk.first, len(lesson.trunk) - 1
         anchors = anchors_of(lesson.trunk, store.target.device)
-        store.fill([lesson])
+        if drafter.spec.target_layers:
+            store.fill([lesson])
         runs: list[int] = []
         lengths: list[int] = []
         for part in anchors.split(per_forward) if len(anchors) else ():
@@ -112,7 +113,7 @@ def drafted_rows(drafter: Any, lesson: Lesson, anchors: Tensor) -> tuple[Tensor,
 
     Args:
         drafter: bound.
-        lesson: with features.
+        lesson: with features, unless the drafter reads none.
         anchors: int64 [N].
 
     Returns:
@@ -120,8 +121,9 @@ def drafted_rows(drafter: Any, lesson: Lesson, anchors: Tensor) -> tuple[Tensor,
         its end.
     """
     tokens = torch.tensor(lesson.trunk.tokens, device=anchors.device)
-    assert lesson.features is not None
-    draft = drafter.pack(lesson.features.unsqueeze(0), anchors.unsqueeze(0), tokens.unsqueeze(0))
+    features = lesson.features.unsqueeze(0) if lesson.features is not None else None
+    assert features is not None or not drafter.spec.target_layers
+    draft = drafter.pack(features, anchors.unsqueeze(0), tokens.unsqueeze(0))
     place = anchors.unsqueeze(1) + torch.arange(1, drafter.spec.drafted + 1, device=anchors.device)
     own = tokens[place.clamp(max=len(tokens) - 1)]
     return draft.forced(own.unsqueeze(0))[0], torch.where(place < len(tokens), own, -1)

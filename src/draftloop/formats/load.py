@@ -24,6 +24,7 @@ from draftloop.core.files import sha256_file
 from draftloop.core.weights import check_folder
 from draftloop.drafter.families import FAMILIES
 from draftloop.drafter.mtp import MTPSpec
+from draftloop.drafter.ngram import ngram_drafter, ngram_spec
 from draftloop.drafter.spec import DFlashSpec, DrafterSpec, check_fits
 from draftloop.formats import dflash2_config, dspark, eagle3, eagle3_tensors, mtp, speculators, zlab_config
 from draftloop.formats.bundled_drafter import named_folder
@@ -89,8 +90,9 @@ def load_drafter(
     from the one that engines read.
 
     Args:
-        path: the folder, or `bundled`: the embedded target's drafter that comes with the project, or `native`: the
-            multi-token-prediction head in the target's own checkpoint (its folder does as well).
+        path: the folder; or `bundled`, the embedded target's drafter that comes with the project; or `native`, the
+            multi-token-prediction head in the target's own checkpoint (its folder does as well); or `ngram`, the lookup
+            that has no weights (`drafter.ngram`).
         target: a `Target` to check against, move to and bind to; None leaves the drafter unbound on the CPU.
         dtype: of the weights; None = as stored (train in float32; `for_decoding` gives the target's).
         block_size: B of a native head, which has none of its own; default 4.
@@ -106,6 +108,8 @@ def load_drafter(
         InputError: not a whole, finite checkpoint of a form that is read, one that says a thing twice and differently,
             or one made for a target of another shape.
     """
+    if (lookup := ngram_spec(path)) is not None:
+        return ngram_drafter(lookup, target)
     folder = mtp.native_folder(target) if str(path) == mtp.NATIVE and target is not None else named_folder(path)
     if (folder / _RUN).is_file() and not (folder / CONFIG).exists():
         raise InputError(

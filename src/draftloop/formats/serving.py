@@ -14,6 +14,7 @@ from draftloop.core.errors import InputError
 from draftloop.drafter.dspark import DSparkSpec
 from draftloop.drafter.eagle3 import Eagle3Spec
 from draftloop.drafter.mtp import MTPSpec
+from draftloop.drafter.ngram import NgramSpec
 from draftloop.drafter.spec import DrafterSpec, has_learned_mask
 from draftloop.formats.mtp import kind_of
 from draftloop.formats.mtp_names import SCHEMES
@@ -37,7 +38,7 @@ def serve_command(
     engine: Engine,
     target: str,
     folder: Path,
-    spec: DrafterSpec,
+    spec: DrafterSpec | NgramSpec,
     probabilistic: bool = False,
     extra: Sequence[str] = (),
 ) -> list[str]:
@@ -46,7 +47,7 @@ def serve_command(
     Args:
         engine: who serves.
         target: folder or hub id of the target.
-        folder: the exported drafter.
+        folder: the exported drafter; not read for a lookup.
         spec: its spec; K tokens are drafted.
         probabilistic: above temperature 0 drafts are drawn from the drafter's law, not its argmax. That is what a
             drafter trained for overlap is good at. SGLang has a flag for it with EAGLE-3 alone.
@@ -63,13 +64,19 @@ def serve_command(
             chain += ["--speculative-use-rejection-sampling"] if probabilistic else []
             how = ["EAGLE3", *where] if isinstance(spec, Eagle3Spec) else ["NEXTN"]
             return plain_command(engine, target, ["--speculative-algorithm", *how, *chain, *extra])
+        assert not isinstance(spec, NgramSpec)  # `check_served` refuses it
         method = writer_of(spec)[0].method.upper()
         return plain_command(engine, target, ["--speculative-algorithm", method, *where, *extra])
-    config: dict[str, str | int] = {
-        "method": writer_of(spec)[0].method,  # always said, for it is otherwise guessed from the path's name
-        "model": str(folder),
-        "num_speculative_tokens": spec.drafted,
-    }
+    config: dict[str, str | int]
+    if isinstance(spec, NgramSpec):  # every length is said: vLLM's own default is 5, for both
+        config = {"method": "ngram", "num_speculative_tokens": spec.drafted}
+        config |= {"prompt_lookup_min": spec.shortest, "prompt_lookup_max": spec.longest}
+    else:
+        config = {
+            "method": writer_of(spec)[0].method,  # always said, for it is otherwise guessed from the path's name
+            "model": str(folder),
+            "num_speculative_tokens": spec.drafted,
+        }
     if isinstance(spec, MTPSpec):
         del config["model"]  # the head stands in the target's own folder: see `caveats`
     if probabilistic:
@@ -77,11 +84,11 @@ def serve_command(
     return plain_command(engine, target, ["--speculative-config", json.dumps(config, separators=(",", ":")), *extra])
 
 
-def check_served(engine: Engine, form: Form, spec: DrafterSpec) -> None:
+def check_served(engine: Engine, form: Form, spec: DrafterSpec | NgramSpec) -> None:
     """Refuse what an engine cannot serve, naming the one that can.
 
     Raises:
-        InputError: SGLang and the speculators form, or SGLang and a learned mask vector; a DSpark drafter with a
+        InputError: SGLang and the speculators form, a learned mask vector, or n-gram lookup; a DSpark drafter with a
             learned mask vector or without a Markov head; vLLM and a Markov head that is not vanilla; a class of target
             that no engine reads a multi-token-prediction head of.
     """
@@ -95,6 +102,12 @@ def check_served(engine: Engine, form: Form, spec: DrafterSpec) -> None:
         )
     if engine != "sglang":
         return
+    if isinstance(spec, NgramSpec):
+        raise InputError(
+            "SGLang's NGRAM is another drafter: it drafts trees from a store that all requests share",
+            where="--engine",
+            fix="Serve with vLLM, or start SGLang yourself with --speculative-algorithm NGRAM.",
+        )
     fix = "Export for vLLM alone (--for vllm)"
     if form == "speculators":
         other = next(name for name in writer_of(spec)[0].configs if name != form)
@@ -138,7 +151,7 @@ def _check_dspark(engine: Engine, spec: DSparkSpec) -> None:
         )
 
 
-def caveats(engine: Engine, spec: DrafterSpec, probabilistic: bool, form: Form = "") -> list[str]:
+def caveats(engine: Engine, spec: DrafterSpec | NgramSpec, probabilistic: bool, form: Form = "") -> list[str]:
     """What somebody who serves should know, as sentences; often none."""
     said = _beside_target(engine, spec) if isinstance(spec, MTPSpec) else []
     if engine == "sglang" and probabilistic and not isinstance(spec, Eagle3Spec | MTPSpec):

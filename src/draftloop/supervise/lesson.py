@@ -165,7 +165,8 @@ class FeatureStore:
         for i, lesson in enumerate(lessons):
             known = len(lesson.trunk) - 1
             hidden = rows.hidden[i, : sizes[i]].clone()
-            lesson.features, lesson.hidden = rows.features[i, :known].clone(), hidden[:known]
+            features = rows.features[i, :known].clone() if self.taps else hidden[:known, :0]
+            lesson.features, lesson.hidden = features, hidden[:known]
             if not self.keep_state:
                 continue
             if self._has_room(cache.state_bytes(sizes[i]) + hidden.nbytes):

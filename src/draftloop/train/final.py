@@ -19,6 +19,8 @@ from draftloop.core.files import write_text
 from draftloop.core.law import Sampling
 from draftloop.decode.trace import Options, Request
 from draftloop.drafter.build import for_decoding
+from draftloop.drafter.ngram import NAME as NGRAM
+from draftloop.drafter.ngram import NgramSpec, ngram_drafter
 from draftloop.drafter.spec import DFlashSpec, has_learned_mask
 from draftloop.evaluate.audit import Audit, audit
 from draftloop.evaluate.speed import compare
@@ -50,7 +52,10 @@ def conclude(
         for n, (name, tensors) in enumerate(arms):
             walks[name] = walk(_served(material, tensors), material.lessons["test"], material.store)
             progress.update(n + 1)
-    raw = [{"kind": "walk", "arm": arm, **asdict(row)} for arm, rows in walks.items() for row in rows]
+    lookup = ngram_drafter(NgramSpec(material.drafter.spec.drafted), material.target)
+    looked_up = walk(lookup, material.lessons["test"], material.store)
+    walked = {**walks, NGRAM: looked_up}
+    raw = [{"kind": "walk", "arm": arm, **asdict(row)} for arm, rows in walked.items() for row in rows]
     decoding, decoded = _decoding(material, delivered)
     checked = _audit(material, delivered)
     took = seconds + (datetime.now(UTC) - began).total_seconds()
@@ -76,6 +81,11 @@ def conclude(
         "stages": stages,
         "delivered": delivered.name,
         "gain": gain.to_json(),
+        "ngram": {
+            "name": lookup.spec.name,
+            **acceptance_fields(acceptance(looked_up)),
+            "gain": paired(looked_up, walks[delivered.name]).to_json(),
+        },
         "decoding": decoding,
         "lossless": checked.equal if checked else None,
         "audit": asdict(checked) if checked else None,

@@ -30,6 +30,7 @@ from draftloop.data.overlap import Overlap, ngram_overlap
 from draftloop.data.prompts import Prompt, read_prompts, split
 from draftloop.drafter.build import meet_answers, new_drafter
 from draftloop.drafter.families import spec_for
+from draftloop.drafter.ngram import refuse_ngram
 from draftloop.formats.load import load_drafter
 from draftloop.learn.update import confidence_weight
 from draftloop.objective.fused import why_eager
@@ -227,6 +228,7 @@ def gather(recipe: Recipe, folder: Path, *, new: bool, quiet: bool = False, rank
     ranks = ranks or Ranks()
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
+    refuse_ngram(recipe.drafter.init, "be trained", "drafter.init")
     prompts = read_splits(recipe)  # before the target: a wrong file name should not cost a model's loading
     target = load_recipe_target(recipe.target)
     if target.tokenizer is None:

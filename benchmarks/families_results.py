@@ -1,0 +1,174 @@
+"""results/families.json from the raw rows of `benchmarks/families.py`; `results.py` calls derive, table and choice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bench_results import rounded
+
+from draftloop.evaluate.tau import Tally, acceptance
+
+ROOT = Path(__file__).resolve().parent.parent
+RAW = ROOT / "results" / "raw" / "families-h200.jsonl"
+OUT = ROOT / "results" / "families.json"
+ORDER = ("dflash", "eagle3", "dspark", "dflash2", "mtp", "ngram")
+TITLES = {"dflash": "DFlash", "eagle3": "EAGLE-3", "dspark": "DSpark", "dflash2": "DFlash 2", "mtp": "MTP head",
+          "ngram": "n-gram lookup"}  # fmt: skip
+Row = dict[str, Any]
+
+
+def read(path: Path) -> list[Row]:
+    """Rows of one measurement; a line that a kill cut off is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").split("\n"):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+def derive(raw: Path = RAW) -> dict[Path, str]:
+    """Every derived file's text; nothing where there are no raw rows."""
+    if not raw.is_file():
+        return {}
+    return {OUT: json.dumps(rounded(summarise(read(raw))), indent=1, sort_keys=True) + "\n"}
+
+
+def summarise(rows: list[Row]) -> Row:
+    """A row a family: tau by temperature, rule and set, untrained, size, training, speed; or what there is of it."""
+    head = next((row for row in rows if row["kind"] == "run"), {})
+    tallies: dict[tuple[str, str], list[Tally]] = {}
+    for row in rows:
+        if row["kind"] == "tally":
+            name = f"t{row['temperature']:g}" + (f"_{row['rule']}" if row["temperature"] else "")
+            key = (row["family"], name if row["arm"] == "trained" else row["arm"])
+            counts = (tuple(row["survivors"]), tuple(row["refusals"]))
+            tallies.setdefault(key, []).append(
+                Tally(row["id"], row["set"], row["tokens"], row["steps"], row["tau"], *counts)
+            )
+    found: dict[str, Row] = {}
+    for row in rows:
+        if row["kind"] == "tau":
+            found.setdefault(row["family"], {}).update(_account(row))
+        elif row["kind"] == "speed":
+            keys = ("tokens_per_s", "plain_tokens_per_s", "ms_per_round", "round_cost", "speedup", "prompts")
+            found.setdefault(row["family"], {})["speed"] = {key: row[key] for key in keys} | {"tau": row["tau_pooled"]}
+    for (family, name), some in tallies.items():
+        told = acceptance(some)
+        if name == "untrained":
+            found.setdefault(family, {})["tau_untrained"] = told.tau_pooled
+            continue
+        found.setdefault(family, {}).setdefault("tau", {})[name] = told.to_json()
+        if family == "ngram" and name == "t0":
+            found[family]["tau_untrained"] = told.tau_pooled  # nothing of it is ever trained
+    keys = ("family", "what", "why")  # the last word on each
+    last = {(row["family"], row["what"]): row for row in rows if row["kind"] == "failed"}
+    failed = [{key: row[key] for key in keys} for row in last.values()]
+    measured = {("tau", name) for name, row in found.items() if "tau" in row}
+    measured |= {("speed", name) for name, row in found.items() if "speed" in row}
+    return {
+        "settings": {key: value for key, value in head.items() if key != "kind"},
+        "families": {name: found[name] for name in ORDER if name in found},
+        "failed": [one for one in failed if (one["what"], one["family"]) not in measured],
+    }
+
+
+def _account(row: Row) -> Row:
+    """Size and training of a family, as its run tells it."""
+    out = {key: row[key] for key in ("drafted", "parameters", "bytes", "layers", "command", "name") if key in row}
+    trained = [stage for stage in row.get("stages", []) if stage["steps"]]
+    if trained:
+        out["seconds_of_training"] = sum(stage["seconds"] for stage in trained)
+        out["steps"] = sum(stage["steps"] for stage in trained)
+        out["labels"] = sum(stage["labels"] for stage in trained)
+    return out
+
+
+def table(raw: Path = RAW) -> str:
+    """All that was measured, as Markdown."""
+    if not raw.is_file():
+        return ""
+    found = summarise(read(raw))
+    head = found["settings"]
+    machine = head["hardware"].get("gpu") or f"{head['hardware']['threads']} CPU threads"
+    sets = sorted(
+        {name for row in found["families"].values() for name in row.get("tau", {}).get("t0", {}).get("sets", {})}
+    )
+    lines = [
+        f"`recipes/families/*.yaml`, then `benchmarks/families.py`, on {machine}, torch {head['versions']['torch']},"
+        f" transformers {head['versions']['transformers']}; {head['trained_side_by_side']} trainings side by side"
+        " on one device. Tau by the exact offline evaluation (T = 1 by both rules), intervals over prompts.",
+        "",
+        "| family | tau, T = 0 | 95 % | untrained | " + " | ".join(sets) + " | T = 1, match | T = 1, ratio |",
+        "|---" * (6 + len(sets)) + "|",
+    ]
+    for name, row in found["families"].items():
+        taus = row.get("tau", {})
+        cells = [_tau(taus.get("t0")), _interval(taus.get("t0")), _number(row.get("tau_untrained"))]
+        cells += [_tau(taus.get("t0", {}).get("sets", {}).get(one)) for one in sets]
+        cells += [_tau(taus.get("t1_match")), _tau(taus.get("t1_ratio"))]
+        lines.append(f"| {TITLES[name]} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "| family | drafts | parameters | trained, s | steps | labels | round cost | tokens/s | against plain |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in found["families"].items():
+        speed = row.get("speed", {})
+        cells = [
+            str(row.get("drafted", "")),
+            _millions(row.get("parameters")),
+            _number(row.get("seconds_of_training"), 0),
+        ]
+        cells += [str(row.get("steps", "")), str(row.get("labels", "")), _number(speed.get("round_cost"))]
+        cells += [_number(speed.get("tokens_per_s"), 0), _against(speed)]
+        lines.append(f"| {TITLES[name]} | {' | '.join(cells)} |")
+    lines += [
+        f"\n{TITLES.get(one['family'], one['family'])}: {one['what']} failed ({one['why']})." for one in found["failed"]
+    ]
+    return "\n".join([*lines, ""])
+
+
+def choice(raw: Path = RAW) -> str:
+    """The short table of docs/drafters.md."""
+    if not raw.is_file():
+        return "\nNot measured yet.\n\n"
+    found = summarise(read(raw))
+    lines = [
+        "",
+        "| family | tau, T = 0 | T = 1 (ratio) | untrained | round cost | speed against plain | parameters |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in found["families"].items():
+        taus, speed = row.get("tau", {}), row.get("speed", {})
+        cells = [_tau(taus.get("t0")), _tau(taus.get("t1_ratio")), _number(row.get("tau_untrained"))]
+        cells += [_number(speed.get("round_cost")), _against(speed), _millions(row.get("parameters"))]
+        lines.append(f"| {TITLES[name]} | {' | '.join(cells)} |")
+    absent = [TITLES[name] for name in ORDER if name not in found["families"]]
+    more = f"\nNot measured: {', '.join(absent)}.\n" if absent else ""
+    return "\n".join([*lines, more, ""])
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _tau(part: Row | None) -> str:
+    return _number(part["tau_pooled"]) if part else ""
+
+
+def _interval(part: Row | None) -> str:
+    return f"{part['interval'][0]:.2f} to {part['interval'][1]:.2f}" if part else ""
+
+
+def _millions(value: int | None) -> str:
+    return "" if value is None else f"{value / 1e6:.1f} M" if value else "none"
+
+
+def _against(speed: Row) -> str:
+    if not speed:
+        return ""
+    return f"{speed['speedup']:.2f}" + ("" if speed["speedup"] > 1 else " (SLOWER)")
