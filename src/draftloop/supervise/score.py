@@ -16,7 +16,7 @@ from torch import Tensor
 from draftloop.core.blocks import Blocks
 from draftloop.core.tree import pack_branches, share_rows
 from draftloop.supervise.lesson import Lesson
-from draftloop.supervise.propose import trunk_run
+from draftloop.supervise.propose import recorded_at, trunk_run
 
 
 def trunk_rows(lessons: list[Lesson], blocks: Blocks) -> Tensor:
@@ -36,12 +36,11 @@ def _read(hidden: list[Tensor | None], blocks: Blocks, wanted: Tensor) -> Tensor
 
 def recorded_rows(lessons: list[Lesson], blocks: Blocks) -> Tensor:
     """Teacher rows of `recorded` proposals, [N, K, H], from the verification that really ran."""
-    rows = []
-    for row, anchor in zip(blocks.row.tolist(), blocks.anchor.tolist(), strict=True):
-        lesson = lessons[row]
-        assert lesson.verified is not None, "the rollout kept no target rows: use teacher: recompute"
-        rows.append(lesson.verified[lesson.step_at[anchor], :-1])
-    return torch.stack(rows)
+    kept = [one.verified for one in lessons]
+    assert all(rows is not None for rows in kept), "the rollout kept no target rows: use teacher: recompute"
+    rows = torch.cat(kept)  # type: ignore[arg-type]  # [steps of all, K + 1, H]
+    at = recorded_at(lessons, blocks.row, blocks.anchor).unsqueeze(1) * rows.shape[1]
+    return rows.flatten(0, 1)[at + blocks.position - 1]
 
 
 def scored_rows(target: Any, lessons: list[Lesson], blocks: Blocks, tokens_at_once: int | None = None) -> Tensor:
