@@ -78,7 +78,7 @@ def redraft_blocks(
 
     def choose(hidden: Tensor, slots: slice) -> tuple[Tensor, Tensor]:
         law = Law(hidden.flatten(0, 1), readout, Sampling())
-        tokens, scores = law.draw(hidden.new_empty(len(law.hidden)))
+        tokens, scores = law.draw(hidden.new_empty(len(law.hidden)), _at_once(readout))
         return tokens.view(hidden.shape[:2]), scores.view(hidden.shape[:2])
 
     tokens, certain, drawn = draft.drawn(choose)
@@ -126,16 +126,18 @@ def sampled_blocks(
         laws = [(mine.nonzero().squeeze(1), t) for mine, t in ((greedy, 0.0), (~greedy, branch.temperature))]
     groups = [(sent(mine, device), Sampling(temperature)) for mine, temperature in laws if len(mine)]
 
+    rows_at_once = _at_once(readout)
+
     def choose(hidden: Tensor, slots: slice) -> tuple[Tensor, Tensor]:
         if len(groups) == 1:  # all alike: nothing to gather
             law = Law(hidden.flatten(0, 1), readout, groups[0][1])
-            tokens, scores = law.draw(draws[:, slots].flatten())
+            tokens, scores = law.draw(draws[:, slots].flatten(), rows_at_once)
             return tokens.view(hidden.shape[:2]), scores.view(hidden.shape[:2])
         tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=device)
         scores = torch.zeros(hidden.shape[:2], device=device)
         for mine, sampling in groups:
             law = Law(hidden[mine].flatten(0, 1), readout, sampling)
-            some, certain = law.draw(draws[mine][:, slots].flatten())
+            some, certain = law.draw(draws[mine][:, slots].flatten(), rows_at_once)
             tokens[mine], scores[mine] = some.view(-1, hidden.shape[1]), certain.view(-1, hidden.shape[1])
         return tokens, scores
 
@@ -228,6 +230,12 @@ def trunk_run(lessons: list[Lesson], blocks: Blocks) -> Tensor:
     text = sent(texts(lessons, drafted, fill=-1), device)
     own = text[blocks.row.unsqueeze(1), blocks.anchor.unsqueeze(1) + blocks.position]
     return leading((own == blocks.tokens) & blocks.valid)
+
+
+def _at_once(readout: Readout) -> int:
+    """Rows whose laws are drawn from at once: a few of them fill a processor; a GPU, half a GiB of float64."""
+    weight = readout.weight
+    return max(256, (1 << 26) // weight.shape[0]) if weight.is_cuda else 256
 
 
 def texts(lessons: list[Lesson], more: int = 0, fill: int = 0) -> Tensor:

@@ -195,18 +195,19 @@ class Target:
         return self._forward(ids, positions, masks, taps, self.family.mixing(cache), cache)
 
     @torch.no_grad()
-    def score(self, tree: Tree, taps: Sequence[int] = (), read: Read | None = None) -> Rows:
+    def score(self, tree: Tree, taps: Sequence[int] = (), read: Read | None = None, longest: int | None = None) -> Rows:
         """Read trunks and branches in one forward: each slot sees its ancestors and nothing else.
 
         Args:
             tree: rows of trunks and branches.
             taps: decoder layers whose outputs are wanted, at all slots.
             read: the slots whose hidden rows are wanted; None = all.
+            longest: tokens of the longest text; None = the device is asked.
 
         Raises:
             InputError: a text is longer than `context_limit`.
         """
-        self.check_length(int(tree.position.max()) + 1)
+        self.check_length(int(tree.position.max()) + 1 if longest is None else longest)
         flex = self._flexes(tree)
         masks = self.family.tree_masks(tree, flex=flex)
         return self._forward(tree.tokens, tree.position, masks, taps, self.family.mixing(tree), read=read, flex=flex)
@@ -228,7 +229,7 @@ class Target:
         """
         assert all(state.version == self.version for state in states), "a state of other weights"
         tree, first = packed.tree, packed.first
-        self.check_length(int(tree.position.max()) + 1)
+        self.check_length(packed.longest)
         flex = self._flexes(tree)
         cache, masks = self.family.resume(states, packed), self.family.tree_masks(tree, first, flex=flex)
         read = (read[0], read[1] - first)
