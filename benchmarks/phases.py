@@ -20,7 +20,7 @@ PHASES: dict[str, tuple[tuple[Any, str], ...]] = {
     "propose": tuple((batch, f"{name}_blocks") for name in ("trunk", "recorded", "sampled")),
     "score": tuple((batch, f"{name}_rows") for name in ("trunk", "recorded", "scored")),
     "other supervision": ((batch, "supervise"),),
-    "draft": ((batch, "packed_forward"),),
+    "draft": ((batch, "packed_draft"),),
     "loss": ((update, "loss"),),
     "backward": ((torch.Tensor, "backward"),),
     "other learning": ((update, "differentiate"),),

@@ -66,9 +66,8 @@ def differentiate(
     totals = ranks.sum(denominators(asked))
     overlaps: list[Overlap] = []
     listed = asked[0] if asked else []  # nothing, where no lesson of this step fell to this process
-    found: list[
-        Tensor
-    ] = []  # of each micro-batch its loss, how many labels, its numerators: on the device until the end
+    # of each micro-batch its loss, how many labels and the numerators: on the device until the end
+    found: list[Tensor] = []
     for batch, wanted in zip(batches, asked, strict=True):
         hidden = batch.drafted_rows(drafter, precision).flatten(0, 1)
         rows = _Rows(objective, batch, hidden, drafter.readout, readout, overlaps)

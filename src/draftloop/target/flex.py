@@ -20,7 +20,7 @@ from draftloop.target.attention import narrowed
 from draftloop.target.implementation import attending_by
 
 NAME = "draftloop_tree"
-LONG = 2048  # slots of a row from which a dense mask is taken to cost more than a block mask
+LONG = 32768  # slots of a row; up to half as many, dense masks were faster on an H200 (benchmarks/tree_attention.py)
 
 
 def chosen(way: str, device: torch.device, dtype: torch.dtype, slots: int) -> bool:

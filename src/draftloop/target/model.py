@@ -275,7 +275,7 @@ class Target:
             stack.enter_context(mixing)
             if flex:
                 stack.enter_context(attending_flex(self._base))
-            elif getattr(self.config, "_attn_implementation", "") == "eager":  # it adds masks to the scores
+            elif self._adds_masks():
                 masks = _added(masks, self.dtype)
             out = self._base(
                 input_ids=ids, position_ids=places, attention_mask=masks, use_cache=cache is not None, **kwargs
@@ -285,6 +285,11 @@ class Target:
             hidden = hidden.squeeze(0) if early is not None else hidden[read]
         features = torch.cat([tapped[layer] for layer in taps], dim=-1) if taps else None
         return Rows(hidden, features)
+
+    def _adds_masks(self) -> bool:
+        """Whether attention adds masks to the scores: `eager` wants numbers, CUDA's would make them in every layer."""
+        way = getattr(self.config, "_attn_implementation", "")
+        return bool(way == "eager" or (way == "sdpa" and self.device.type == "cuda"))
 
     @contextmanager
     def _cut_down(self, read: Read | None) -> Iterator[None]:
