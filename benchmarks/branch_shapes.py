@@ -42,9 +42,8 @@ REPLAYED = 4
 def shape_rows(options: argparse.Namespace) -> Iterator[Row]:
     """The head, the rate of a matrix product, and a row a cell while the time lasts."""
     end = time.monotonic() + options.seconds
-    device = torch.device(
-        options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    )
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(found if options.device == "auto" else options.device)
     tiny = options.shape == "tiny"
     target, drafter = made(options.shape, device)
     yield {
@@ -59,7 +58,7 @@ def shape_rows(options: argparse.Namespace) -> Iterator[Row]:
             if time.monotonic() < end:
                 yield step_row(target, drafter, *cell, state, rate, 2 if tiny else 5)
     if time.monotonic() < end:
-        yield replay_row(target, drafter, *CELLS[options.shape][0])
+        yield replay_row(target, drafter, CELLS[options.shape][0][0])
 
 
 def made(shape: str, device: torch.device) -> tuple[Any, DFlash]:
@@ -160,8 +159,8 @@ def operations(target: Any, drafter: DFlash, context: int, blocks: int, rows: in
     return 2.0 * (layers * fed + head * rows) + 6.0 * (own * blocks * drafter.spec.block_size + reading * context)
 
 
-def replay_row(target: Any, drafter: DFlash, length: int, anchors: int, trunks: int) -> Row:
-    """The same branches scored one after the other on kept trunks; a few of them, for each takes as long."""
+def replay_row(target: Any, drafter: DFlash, length: int) -> Row:
+    """Branches scored one after the other on a kept trunk; a few of them, for each takes as long."""
     (lesson,) = lessons_of(target, length, 1)
     store = FeatureStore(target, drafter.spec.target_layers, 60 * 2**30, keep_state=True)
     stage = StagePart.model_validate({"name": "b", "method": "specopd", "anchors_per_sequence": REPLAYED + 1})
@@ -181,7 +180,7 @@ def replay_row(target: Any, drafter: DFlash, length: int, anchors: int, trunks: 
         for one in ones[1:]:
             scored_rows(target, [lesson], one)
         seconds = (now(target.device) - begun) / (len(ones) - 1)
-    return {"kind": "replay", "trunk": length, "anchors": anchors, "trunks": trunks, "concurrency": 1,
+    return {"kind": "replay", "trunk": length, "concurrency": 1,
             "engine": "eager, keys and values kept", "branch_seconds": seconds,
             "draft_tokens": int(ones[1].valid.sum())}  # fmt: skip
 
@@ -233,17 +232,18 @@ def shape_table(name: str, run: dict[str, Any]) -> list[str]:
     lines = [
         f"### {name}: a training step at the shapes of {run['shape']}, random weights", "",
         f"Target of {run['target_parameters'] / 1e9:.2f} billion weights, drafter of "
-        f"{run['drafter_parameters'] / 1e9:.2f}; {run['drafted']} drafted tokens a branch. A large matrix product ran at "
-        f"{run['matmul_tflops']:.0f} teraoperations a second.", "",
-        "| trunks x tokens | anchors | trunk state | ms a step | of them supervision | draft tokens/s | peak GiB | of the "
-        "matrix product's rate |", "|---|---|---|---|---|---|---|---|",
+        f"{run['drafter_parameters'] / 1e9:.2f}; {run['drafted']} drafted tokens a branch. A large matrix product ran "
+        f"at {run['matmul_tflops']:.0f} teraoperations a second.", "",
+        "| trunks x tokens | anchors | trunk state | ms a step | of them supervision | draft tokens/s | peak GiB | "
+        "of the matrix product's rate |", "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for cell in run["cells"]:
         peak = "" if cell["peak_bytes"] is None else f"{cell['peak_bytes'] / 2**30:.1f}"
-        lines.append(
-            f"| {cell['trunks']} x {cell['trunk']} | {cell['anchors']} | {cell['state']} | {1e3 * cell['seconds']:.0f} | "
-            f"{1e3 * cell['supervise_s']:.0f} | {cell['tokens_per_s']:,.0f} | {peak} | {cell['share_of_matmul']:.0%} |"
-        )
+        told = (
+            f"{cell['trunks']} x {cell['trunk']}", cell["anchors"], cell["state"], f"{1e3 * cell['seconds']:.0f}",
+            f"{1e3 * cell['supervise_s']:.0f}", f"{cell['tokens_per_s']:,.0f}", peak, f"{cell['share_of_matmul']:.0%}",
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, told))} |")
     for row in run["replay"]:
         lines += ["", f"Scored one branch after the other ({row['engine']}): {1e3 * row['branch_seconds']:.0f} ms a "
                   f"branch, {row['tokens_per_s']:,.0f} draft tokens/s, neither drafting nor loss counted."]  # fmt: skip

@@ -122,7 +122,8 @@ def branches(target: Any, drafter: Any, trunks: list[Any], anchors: int, state: 
     counts.clear()
     _, seconds = timed(target, lambda: run(1))
     return {"kind": "branches", "anchors": anchors, "state": state, "trunks": size, "batches": batches,
-            "trunk_tokens": sum(len(trunk) for trunk in trunks) / len(trunks), "draft_tokens": int(sum(counts)), "responses": size * batches, "seconds": seconds}  # fmt: skip
+            "trunk_tokens": sum(map(len, trunks)) / len(trunks),
+            "draft_tokens": int(sum(counts)), "responses": size * batches, "seconds": seconds}  # fmt: skip
 
 
 def sequential(
@@ -158,8 +159,8 @@ def sequential(
     replay(roll(0, prompts))  # warm up, graphs included
     lessons, looped = timed(target, lambda: roll(1, prompts))
     count, replayed = timed(target, lambda: replay(lessons))
-    return {"kind": "sequential", "batch": batch, "engine": options.engine, "responses": len(prompts), "draft_tokens": count,
-            "loop_seconds": looped, "replay_seconds": replayed}  # fmt: skip
+    return {"kind": "sequential", "batch": batch, "engine": options.engine, "responses": len(prompts),
+            "draft_tokens": count, "loop_seconds": looped, "replay_seconds": replayed}  # fmt: skip
 
 
 def training_type(target: Any) -> torch.dtype:

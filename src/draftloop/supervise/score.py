@@ -8,7 +8,6 @@ trunk as a tree. Trunks and branches of many lessons share rows and forwards (ar
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -53,13 +52,13 @@ def scored_rows(target: Any, lessons: list[Lesson], blocks: Blocks, tokens_at_on
         lessons: the batch; one with a state of the target's present version is resumed, any other recomputed.
         blocks: what to score, on the target's device.
         tokens_at_once: slots of one forward, trunks and padding included; a trunk whose branches exceed it is visited
-            several times, and one longer than it goes alone. Default: 4096; on a GPU a thousand for every 2 GiB of its
-            memory, 16384 at least.
+            several times, and one longer than it goes alone. Default: 4096; on a GPU a thousand for every 2 GiB beside
+            the weights, 16384 at least.
 
     Returns:
         [N, K, H]; rows that are not valid are zero.
     """
-    tokens_at_once = tokens_at_once or _at_once(target.device)
+    tokens_at_once = tokens_at_once or _at_once(target)
     plan = _Plan.of(lessons, blocks)
     kept = {i for i, one in enumerate(lessons) if one.state is not None and one.state.version == target.version}
     out = torch.zeros(*blocks.tokens.shape, target.hidden_size, dtype=target.dtype, device=target.device)
@@ -75,15 +74,15 @@ def scored_rows(target: Any, lessons: list[Lesson], blocks: Blocks, tokens_at_on
     return out
 
 
-@cache
-def _at_once(device: torch.device) -> int:
+def _at_once(target: Any) -> int:
     """Slots of one forward: on a GPU it costs its launches first, so as many as memory has plenty of room for.
 
     Told by all of the memory and not by what is free: a resumed run must share forwards as the first one did.
     """
-    if device.type != "cuda":
+    if target.device.type != "cuda":
         return 4096
-    return max(16384, torch.cuda.get_device_properties(device).total_memory >> 21)
+    held = sum(parameter.nbytes for parameter in target.model.parameters())
+    return max(16384, (torch.cuda.get_device_properties(target.device).total_memory - held) >> 21)
 
 
 @dataclass(frozen=True)
