@@ -1,6 +1,7 @@
 """Supervised draft tokens per second: branches of fixed trunks, all at once, against sequential decoding and replay.
 
-    python benchmarks/branch_throughput.py measure OUT.jsonl --drafter bundled --prompts FILE [--quick]
+    python benchmarks/branch_throughput.py measure OUT.jsonl --drafter bundled --prompts FILE
+    python benchmarks/branch_throughput.py measure OUT.jsonl --shape qwen3-8b    a training step, see branch_shapes.py
     python benchmarks/branch_throughput.py take OUT.jsonl    copy the rows to results/raw/branch-NAME.jsonl
 
 Both sides collect and score with the same drafter and target on one machine, up to the hidden rows of both at every
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from branch_shapes import SHAPES, derived_shape, shape_rows, shape_table
 
 from draftloop.core.draws import key_of
 from draftloop.core.law import Sampling
@@ -47,6 +49,7 @@ Row = dict[str, Any]
 
 def measure(options: argparse.Namespace) -> None:
     """Measure every cell and append its row at once."""
+    end = time.monotonic() + options.seconds
     with open(options.out, "a", encoding="utf-8") as handle:
 
         def write(row: Row) -> None:
@@ -55,14 +58,18 @@ def measure(options: argparse.Namespace) -> None:
             os.fsync(handle.fileno())
             print(json.dumps(row)[:200], flush=True)
 
-        target = load_target(options.target)
+        if options.shape:
+            for row in shape_rows(options):
+                write(row)
+            return
+        target = load_target(options.target, device=options.device)
         drafter = load_drafter(options.drafter, target, dtype=torch.float32)
         prompts = read_prompts([options.prompts], Path("."), options.count)
         ids = [tuple(encode_prompt(target.tokenizer, list(p.question), template_kwargs={})) for p in prompts]
         write(
             {"kind": "head", "command": command(), "versions": versions(), "hardware": hardware(),
              "drafter": str(options.drafter), "max_new_tokens": options.max_new_tokens, "temperature": 1.0,
-             "target_dtype": str(target.dtype), "drafted": drafter.spec.drafted}
+             "target_dtype": str(target.dtype), "drafted": drafter.spec.drafted, "engine": options.engine}
         )  # fmt: skip
         law = Sampling(1.0)
         asked = [Request(one, key_of(str(i))) for i, one in enumerate(ids)]
@@ -73,12 +80,15 @@ def measure(options: argparse.Namespace) -> None:
         write({"kind": "generation", "responses": len(made), "tokens": tokens, "seconds": seconds})
         trunks = [response_trunk(one.prompt, one.tokens, str(i), "", 0, one.finished, law)
                   for i, one in enumerate(made) if len(one.tokens) > 1]  # fmt: skip
-        for anchors in options.anchors:
-            for state in ("recompute", "keep"):
-                write(branches(target, drafter, trunks, anchors, state, options.trunks, options.batches))
+        for size in options.trunks:
+            for anchors in options.anchors:
+                for state in ("recompute", "keep"):
+                    write(branches(target, drafter, trunks, anchors, state, size, options.batches))
         served = for_decoding(drafter, target)
+        target.engine = options.engine
         for batch in options.batch:
-            write(sequential(target, drafter, served, trunks, batch, options))
+            if time.monotonic() < end:
+                write(sequential(target, drafter, served, trunks, batch, options))
 
 
 def branches(target: Any, drafter: Any, trunks: list[Any], anchors: int, state: str, size: int, batches: int) -> Row:
@@ -112,6 +122,7 @@ def branches(target: Any, drafter: Any, trunks: list[Any], anchors: int, state: 
     counts.clear()
     _, seconds = timed(target, lambda: run(1))
     return {"kind": "branches", "anchors": anchors, "state": state, "trunks": size, "batches": batches,
+            "trunk_tokens": sum(map(len, trunks)) / len(trunks),
             "draft_tokens": int(sum(counts)), "responses": size * batches, "seconds": seconds}  # fmt: skip
 
 
@@ -120,7 +131,7 @@ def sequential(
 ) -> Row:
     """One decoding of as many prompts as a batch holds (at least two batches' worth at batch 1), then the replay."""
     stage = StagePart.model_validate(
-        {"name": "s", "method": "draft-opd", "anchors": "rollout", "batch_size": options.trunks,
+        {"name": "s", "method": "draft-opd", "anchors": "rollout", "batch_size": max(options.trunks),
          "anchors_per_sequence": options.max_new_tokens,
          "rollout": {"batch_size": batch, "temperature": 1.0, "rule": "ratio", "teacher": "store"}}
     )  # fmt: skip
@@ -148,8 +159,8 @@ def sequential(
     replay(roll(0, prompts))  # warm up, graphs included
     lessons, looped = timed(target, lambda: roll(1, prompts))
     count, replayed = timed(target, lambda: replay(lessons))
-    return {"kind": "sequential", "batch": batch, "responses": len(prompts), "draft_tokens": count,
-            "loop_seconds": looped, "replay_seconds": replayed}  # fmt: skip
+    return {"kind": "sequential", "batch": batch, "engine": options.engine, "responses": len(prompts),
+            "draft_tokens": count, "loop_seconds": looped, "replay_seconds": replayed}  # fmt: skip
 
 
 def training_type(target: Any) -> torch.dtype:
@@ -176,6 +187,8 @@ def derived() -> dict[Path, str]:
 def _derive(path: Path) -> dict[str, Any]:
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     head = rows[0]
+    if "shape" in head:
+        return derived_shape(rows)
     made = next(row for row in rows if row["kind"] == "generation")
     each = made["seconds"] / made["responses"]
     cells = []
@@ -208,6 +221,9 @@ def table() -> str:
     text = next(iter(derived().values()), "")
     lines: list[str] = []
     for name, run in (json.loads(text) if text else {}).items():
+        if "shape" in run:
+            lines += shape_table(name, run)
+            continue
         lines += [f"### {name}", "", "| collection | draft tokens/s | generation charged |", "|---|---|---|"]
         for cell in run["cells"]:
             if cell["kind"] == "branches":
@@ -232,9 +248,13 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=256, help="prompts answered for the trunks")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--anchors", type=int, nargs="*", default=[16, 64])
-    parser.add_argument("--trunks", type=int, default=32, help="in one forward")
+    parser.add_argument("--trunks", type=int, nargs="*", default=[32], help="of one batch")
     parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32, 256], help="of the sequential side")
+    parser.add_argument("--engine", default="auto", help="that the sequential side decodes with")
+    parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
+    parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape instead")
+    parser.add_argument("--seconds", type=float, default=600, help="after which no further cell is begun")
     options = parser.parse_args()
     if options.what == "measure":
         measure(options)

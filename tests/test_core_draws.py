@@ -163,6 +163,7 @@ def test_permutation_is_one(size, seed, key):
     order = permutation(seed, Purpose.ORDER, size, key)
     assert order.dtype == torch.int64
     assert sorted(order.tolist()) == list(range(size))
+    assert torch.equal(order, torch.argsort(bits(seed, Purpose.ORDER, key, torch.arange(size)), stable=True))
 
 
 def test_permutations_are_uniform_and_differ():

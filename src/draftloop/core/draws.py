@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,10 +66,16 @@ def key_of(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def _absorbed(state: Any, keys: Sequence[Tensor | int], device: torch.device) -> Any:
-    """The state after further keys."""
+def _begun(seed: int, purpose: Purpose) -> int:
+    """The state before any key."""
+    return _signed(seed * 0x9E3779B97F4A7C15 + int(purpose))
+
+
+def _absorbed(state: Any, keys: Sequence[Any], device: torch.device) -> Any:
+    """The state after further keys (tensors, arrays of int64 or ints)."""
     for key in keys:
-        word: Any = key.to(device=device, dtype=torch.int64) if isinstance(key, Tensor) else _signed(key)
+        word: Any = key.to(device=device, dtype=torch.int64) if isinstance(key, Tensor) else key
+        word = _signed(word) if isinstance(word, int) else word
         state = _mix(_wrapped(_wrapped(state * _GOLDEN) + _mix(_wrapped(word + _GOLDEN))))
     return state
 
@@ -78,8 +85,7 @@ def bits(seed: int, purpose: Purpose, *keys: Tensor | int) -> Tensor:
     tensors = [key for key in keys if isinstance(key, Tensor)]
     device = next((t.device for t in tensors if t.dim() > 0), torch.device("cpu"))
     # ints stay ints until a tensor comes: a tensor made from one could not be copied while a CUDA graph is captured
-    state: Any = _signed(seed * 0x9E3779B97F4A7C15 + int(purpose))
-    state = _absorbed(_mix(state), keys, device)
+    state: Any = _absorbed(_mix(_begun(seed, purpose)), keys, device)
     return state if isinstance(state, Tensor) else torch.tensor(state, dtype=torch.int64)
 
 
@@ -100,4 +106,6 @@ def _unit(state: Tensor) -> Tensor:
 
 def permutation(seed: int, purpose: Purpose, size: int, *keys: int) -> Tensor:
     """A keyed random order of range(size); int64 [size]."""
-    return torch.argsort(bits(seed, purpose, *keys, torch.arange(size)), stable=True)
+    # numpy's operations begin sooner than torch's, and numbers as few as these are done by then
+    hashed = _absorbed(_mix(_begun(seed, purpose)), [*keys, np.arange(size)], torch.device("cpu"))
+    return torch.from_numpy(hashed.argsort(kind="stable"))

@@ -172,7 +172,7 @@ class Sampling:
         """Float [n, V] logits -> log-probabilities [n, V] of the law really drawn from (-inf where filtered)."""
         if self.greedy:
             return torch.full_like(logits, float("-inf")).scatter_(-1, logits.argmax(-1, keepdim=True), 0.0)
-        z = logits / self.temperature
+        z = logits if self.temperature == 1.0 else logits / self.temperature
         if self.top_k and self.top_k < z.shape[-1]:
             kth = z.topk(self.top_k, dim=-1).values[..., -1:]
             z = z.masked_fill(z < kth, float("-inf"))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from draftloop.core.flex import MaskMod, block_mask
+from draftloop.core.host import sent
 
 
 def lowest_seen(position: Tensor, window: int | None = None, chunk: int | None = None) -> Tensor | None:
@@ -165,6 +166,7 @@ class Packed:
         size: int64 [trunks], how many slots each trunk takes.
         slot: int64 [M, L], the slot of each branch token in its trunk's row (-1 where there is none).
         first: slot from which every row holds branches (and padding) only, if laid out so; else 0.
+        longest: tokens of the longest text.
     """
 
     tree: Tree
@@ -173,6 +175,7 @@ class Packed:
     size: Tensor
     slot: Tensor
     first: int
+    longest: int
 
 
 def hang_branches(
@@ -207,39 +210,51 @@ def pack_branches(
         tokens: int64 [M, L].
         length: int64 [M], how many of the L tokens are real; 0 = no branch.
         aligned: let the branches begin at the same slot in every row, so that trunks and branches can be fed apart.
+
+    Returns:
+        the tree on the device of `tokens`; where its parts stand on that of `length`. All is laid out on the host,
+        which asks the device for nothing if trunk, fork and length are there already.
     """
-    device = tokens.device
-    trunk, fork, length = trunk.to(device), fork.to(device), length.to(device)
-    sizes = torch.tensor([t.numel() for t in trunks], device=device)
-    row = torch.tensor(rows, dtype=torch.int64, device=device)
+    device, told = tokens.device, length.device
+    trunk, fork, length = trunk.cpu(), fork.cpu(), length.cpu()
+    sizes = torch.tensor([t.numel() for t in trunks])
+    row = torch.tensor(rows)
     batch = max(rows) + 1
     start, trunk_slots = _side_by_side(row, sizes, batch)
     offset, branch_slots = _side_by_side(row[trunk], length, batch)
-    first = int(trunk_slots.max()) if aligned else 0
+    grain = _GRAIN if device.type == "cuda" else 1
+    first = _whole(int(trunk_slots.max()), grain) if aligned else 0
     behind = torch.full_like(trunk_slots, first) if aligned else trunk_slots
-    width = int((behind + branch_slots).max())
+    width = _whole(int((behind + branch_slots).max()), grain)
 
-    tree = {name: torch.full((batch, width), fill, dtype=torch.int64, device=device) for name, fill in _EMPTY.items()}
-    # all trunk slots at once: on a GPU a few launches a forward instead of a few a trunk
-    numbers = [rows[:i].count(place) for i, place in enumerate(rows)]  # of each trunk within its row
-    number = torch.tensor(numbers, dtype=torch.int64, device=device)
-    text = torch.cat(trunks).to(device)
-    one = torch.repeat_interleave(torch.arange(len(trunks), device=device), sizes, output_size=text.numel())
-    place = torch.arange(text.numel(), device=device) - (sizes.cumsum(0) - sizes)[one]
-    on_trunk = (row[one], start[one] + place)
-    tree["tokens"][on_trunk] = text
-    tree["position"][on_trunk] = tree["fork"][on_trunk] = place
-    tree["trunk"][on_trunk] = number[one]
-    steps = torch.arange(tokens.shape[1], device=device).unsqueeze(0)
-    real = steps < length.unsqueeze(1)
-    slot = torch.where(real, (behind[row[trunk]] + offset).unsqueeze(1) + steps, -1)
-    at = (row[trunk].unsqueeze(1).expand_as(slot)[real], slot[real])
-    tree["tokens"][at] = tokens[real]
-    tree["position"][at] = (fork.unsqueeze(1) + 1 + steps)[real]
-    tree["trunk"][at] = number[trunk].unsqueeze(1).expand_as(slot)[real]
-    tree["branch"][at] = torch.arange(trunk.numel(), device=device).unsqueeze(1).expand_as(slot)[real]
-    tree["fork"][at] = fork.unsqueeze(1).expand_as(slot)[real]
-    return Packed(Tree(**tree), row, start, sizes, slot, first)
+    table = torch.tensor(list(_EMPTY.values())).view(-1, 1).repeat(1, batch * width)
+    fields = dict(zip(_EMPTY, table, strict=True))
+    number = torch.tensor([rows[:i].count(place) for i, place in enumerate(rows)])  # of each trunk within its row
+    text = torch.cat([t.cpu() for t in trunks])
+    one = torch.repeat_interleave(torch.arange(len(trunks)), sizes, output_size=text.numel())
+    place = torch.arange(text.numel()) - (sizes.cumsum(0) - sizes)[one]
+    at = row[one] * width + start[one] + place
+    fields["tokens"][at] = text
+    fields["position"][at] = fields["fork"][at] = place
+    fields["trunk"][at] = number[one]
+    # of every branch token: its branch, how far it stands behind the fork, and its slot
+    branch = torch.repeat_interleave(torch.arange(trunk.numel()), length)
+    step = torch.arange(branch.numel()) - (length.cumsum(0) - length)[branch]
+    column = (behind[row[trunk]] + offset)[branch] + step
+    at = row[trunk][branch] * width + column
+    fields["position"][at] = fork[branch] + 1 + step
+    fields["trunk"][at] = number[trunk][branch]
+    fields["branch"][at] = branch
+    fields["fork"][at] = fork[branch]
+    slot = torch.full(tokens.shape, -1, dtype=torch.int64)
+    slot[branch, step] = column
+    longest = int(table[1].max()) + 1
+
+    tree = dict(zip(_EMPTY, sent(table, device).view(len(_EMPTY), batch, width), strict=True))
+    if branch.numel():
+        there, source = sent(torch.stack([at, branch * tokens.shape[1] + step]), device)
+        tree["tokens"].view(-1).index_copy_(0, there, tokens.reshape(-1)[source])
+    return Packed(Tree(**tree), sent(row, told), sent(start, told), sent(sizes, told), sent(slot, told), first, longest)
 
 
 def share_rows(sizes: list[int], tokens_at_once: int) -> list[list[list[int]]]:
@@ -289,4 +304,10 @@ def _side_by_side(row: Tensor, length: Tensor, batch: int) -> tuple[Tensor, Tens
     return offset, per_row
 
 
+def _whole(size: int, grain: int) -> int:
+    """The next multiple of the grain."""
+    return -(-size // grain) * grain
+
+
+_GRAIN = 16  # slots: masks of other widths are copied by CUDA's attention, in every layer
 _EMPTY = {"tokens": 0, "position": 0, "trunk": -1, "branch": -1, "fork": -1}

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from draftloop.core.draws import Purpose, bits, uniforms_after
-from draftloop.decode.round import RowState, sent
+from draftloop.core.host import sent
+from draftloop.decode.round import RowState
 from draftloop.decode.trace import Options, Request
 
 

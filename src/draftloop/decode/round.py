@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from draftloop.core.draws import Purpose, uniforms
+from draftloop.core.host import sent
 from draftloop.decode.rules import Coins, Proposal, Verdict, trusted, verify
 from draftloop.decode.trace import Drafts, Options, Request
 
@@ -49,12 +50,6 @@ class Outcome:
     verdict: Verdict
     tokens: Tensor
     cut: Cut
-
-
-def sent(values: Any, device: torch.device) -> Tensor:
-    """Integers as int64 on the device, on their way there while the host goes on."""
-    made = torch.tensor(values, dtype=torch.int64)
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 
 def _ends(

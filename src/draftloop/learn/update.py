@@ -70,20 +70,20 @@ def differentiate(
     totals = ranks.sum(denominators(asked))
     overlaps: list[Overlap] = []
     listed = asked[0] if asked else []  # nothing, where no lesson of this step fell to this process
-    value, numerators, labels = 0.0, dict.fromkeys((term.name for term in listed), 0.0), 0
+    # of each micro-batch its loss, how many labels and the numerators: on the device until the end
+    found: list[Tensor] = []
     for batch, wanted in zip(batches, asked, strict=True):
         hidden = batch.drafted_rows(drafter, precision).flatten(0, 1)
         rows = _Rows(objective, batch, hidden, drafter, readout, overlaps)
         part, sums = loss(wanted, totals, rows)
         part.backward()
-        value += float(part.detach())
-        labels += int(torch.stack([term.weight != 0 for term in wanted]).any(0).sum())
-        for name, number in sums.items():
-            numerators[name] += number
-    means = {term.name: numerators[term.name] / (totals[term.group] or 1.0) for term in listed}
+        labels = torch.stack([term.weight != 0 for term in wanted]).any(0).sum()
+        found.append(torch.cat([part.detach().double().view(1), labels.double().view(1), sums.double()]))
     ranks.sum_gradients(drafter.parameters())
     splits = tuple(split_counts(_judged(objective, batch)) for batch in batches)
-    return _whole(Learnt(value, means, labels, splits, tuple(overlaps)), ranks)
+    value, count, *numerators = map(sum, zip(*(row.tolist() for row in found), strict=True)) if found else (0.0, 0)
+    means = {term.name: number / (totals[term.group] or 1.0) for term, number in zip(listed, numerators, strict=True)}
+    return _whole(Learnt(value, means, int(count), splits, tuple(overlaps)), ranks)
 
 
 def confidence_weight(objective: ObjectivePart, drafter: Any) -> float:

@@ -185,10 +185,10 @@ def denominators(parts: Sequence[Sequence[Term]]) -> dict[str, float]:
     sums: dict[str, Tensor] = {}
     for term in (term for part in parts for term in part):
         sums[term.group] = sums.get(term.group, 0.0) + term.weight.sum(dtype=torch.float64)
-    return {group: float(total) for group, total in sums.items()}
+    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
 
 
-def loss(asked: Sequence[Term], totals: Mapping[str, float], values: Values) -> tuple[Tensor, dict[str, float]]:
+def loss(asked: Sequence[Term], totals: Mapping[str, float], values: Values) -> tuple[Tensor, Tensor]:
     """One micro-batch's share of the loss of its optimiser step.
 
     Args:
@@ -201,8 +201,8 @@ def loss(asked: Sequence[Term], totals: Mapping[str, float], values: Values) -> 
             asked for in the order of the terms.
 
     Returns:
-        The scalar loss, and each term's numerator, detached: summed over micro-batches and divided by the group's total
-        it is the term's mean.
+        The scalar loss, and each term's numerator, detached [terms]: summed over micro-batches and divided by the
+        group's total it is the term's mean. Both on the device, which is asked for nothing but the positions.
 
     Raises:
         DraftloopError: `totals` does not cover these terms (our own misuse).
@@ -219,8 +219,7 @@ def loss(asked: Sequence[Term], totals: Mapping[str, float], values: Values) -> 
             for term, numerator in zip(asked, numerators, strict=True)
         ]
     ).sum()
-    reported = torch.stack([numerator.detach() for numerator in numerators]).tolist()
-    return total, {term.name: value for term, value in zip(asked, reported, strict=True)}
+    return total, torch.stack([numerator.detach() for numerator in numerators])
 
 
 def split(blocks: Blocks) -> tuple[Tensor, Tensor]:
@@ -253,7 +252,7 @@ def split_counts(blocks: Blocks) -> SplitCounts:
     # 0 where nothing is valid, which is no position
     last = (blocks.position * blocks.valid).amax(-1, keepdim=True) == blocks.position
     whole = last & ~rejected.any(-1, keepdim=True)
-    return SplitCounts(*(mask.sum(0).cpu() for mask in (accepted, first, rejected & ~first, whole)))
+    return SplitCounts(*torch.stack([accepted, first, rejected & ~first, whole]).sum(1).cpu())
 
 
 def _weight(mask: Tensor, by_position: Tensor) -> Tensor:

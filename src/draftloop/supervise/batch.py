@@ -6,7 +6,6 @@ mixture: every source proposes at the same anchors, and all of them share one dr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from draftloop.core.blocks import Blocks
 from draftloop.core.draws import Purpose, uniforms
+from draftloop.core.host import sent
 from draftloop.core.law import Sampling
 from draftloop.drafter.draft import Draft
 from draftloop.recipe import Source, StagePart
@@ -24,6 +24,7 @@ from draftloop.supervise.hard import choose_hard
 from draftloop.supervise.lesson import FeatureStore, Lesson
 from draftloop.supervise.propose import (
     Cells,
+    columns,
     committed_greedily,
     greedy_run,
     ratio_run,
@@ -31,6 +32,7 @@ from draftloop.supervise.propose import (
     redraft_blocks,
     room_after,
     sampled_blocks,
+    texts,
     trunk_blocks,
 )
 from draftloop.supervise.score import recorded_rows, scored_rows, trunk_rows
@@ -51,7 +53,7 @@ class Scored:
         mixture: each source, its share of the loss and how many of the N blocks are its.
         draft: the drafter's, with its graph, where proposals were drawn from it.
         drawn: for each source the drafter's rows that its proposals were drawn from, with their graph; else None.
-        coins: float64 [N, K] in (0, 1), what the ratio rule compares p/q with.
+        coins: float64 [N, K] in (0, 1), what the ratio rule compares p/q with; None where no proposal was sampled.
         trunk_law: how the target drew the trunks, where all were drawn alike.
     """
 
@@ -122,9 +124,10 @@ def supervise(
             chosen.append(hard)
         else:
             chosen.append(choose(stage.anchors, lesson, count, seed, visit))
-    cells = [(row, anchor) for row, anchors in enumerate(chosen) for anchor in anchors]
-    column = torch.tensor([i for anchors in chosen for i in range(len(anchors))], device=device)
-    anchor, text = _pad(chosen, device), _pad([lesson.trunk.tokens for lesson in lessons], device)
+    grid = torch.nn.utils.rnn.pad_sequence([torch.tensor(one) for one in chosen], batch_first=True, padding_value=-1)
+    cells = torch.stack([(grid >= 0).nonzero()[:, 0], grid[grid >= 0]], 1)
+    anchor, text = sent(grid.clamp(min=0), device), sent(texts(lessons), device)
+    column = sent((grid >= 0).nonzero()[:, 1], device)
     features = torch.nn.utils.rnn.pad_sequence([lesson.features for lesson in lessons], batch_first=True)  # type: ignore[misc]
     own = trunk_blocks(lessons, cells, drafted, device)
     draft = None
@@ -135,8 +138,10 @@ def supervise(
     parts = [_PROPOSE[source](at) for source in stage.mixture]
     store.release(lessons)
     blocks = _joined([part.blocks for part in parts])
-    labels = torch.cat([part.labels for part in parts])
-    teacher = torch.cat([part.teacher for part in parts]) if need_teacher else None  # type: ignore[misc]
+    labels = parts[0].labels if len(parts) == 1 else torch.cat([part.labels for part in parts])
+    teacher = parts[0].teacher if need_teacher else None
+    if need_teacher and len(parts) > 1:
+        teacher = torch.cat([part.teacher for part in parts])  # type: ignore[misc]
     if not need_teacher:  # labels alone are read, and a block may reach beyond what is known of the text
         known = labels >= 0
         blocks = replace(blocks, valid=blocks.valid & known, accepted=blocks.accepted & known)
@@ -145,7 +150,8 @@ def supervise(
     return Scored(
         features, anchor, text, blocks, column.repeat(len(parts)), labels, teacher, mixture, draft,
         tuple(part.drawn for part in parts),
-        coins(lessons, blocks, seed, visits), laws.pop() if len(laws) == 1 else None,
+        at.coins().repeat(len(parts), 1) if "sampled" in stage.mixture else None,
+        laws.pop() if len(laws) == 1 else None,
     )  # fmt: skip
 
 
@@ -168,6 +174,14 @@ class _Place:
     def labels(self) -> Tensor:
         """int64 [N, K] the trunk's own next tokens, -1 where it has none."""
         return torch.where(self.own.valid, self.own.tokens, -1)
+
+    def coins(self) -> Tensor:
+        """float64 [N, K] in (0, 1): the accept-or-reject coin of every proposed token (keyed, hashed on the host)."""
+        row, anchor = columns(self.cells)
+        key, visit = torch.tensor([one.key for one in self.lessons])[row], torch.tensor(self.visits)[row]
+        place = anchor.unsqueeze(1) + torch.arange(1, self.drafter.spec.drafted + 1)
+        found = uniforms(self.seed, Purpose.ACCEPT, key.unsqueeze(1), visit.unsqueeze(1), anchor.unsqueeze(1), place)
+        return sent(found, self.target.device)
 
 
 @dataclass(frozen=True)
@@ -216,22 +230,13 @@ def _sampled(at: _Place) -> _Part:
     teacher = scored_rows(at.target, at.lessons, blocks)
     if at.stage.objective.kind == "draft_opd":  # the one objective that must know first what was accepted
         law = at.target.law(teacher.flatten(0, 1), Sampling(branch.temperature))
-        run = ratio_run(blocks, law, coins(at.lessons, blocks, at.seed, at.visits)).unsqueeze(1)
+        run = ratio_run(blocks, law, at.coins()).unsqueeze(1)
         blocks = replace(blocks, accepted=blocks.valid & (blocks.position <= run))
         return _Part(blocks, torch.where(blocks.accepted, blocks.tokens, -1), teacher, drawn)
     return _Part(blocks, at.labels, teacher, drawn)
 
 
 _PROPOSE = {"trunk": _trunk, "recorded": _recorded, "redraft": _redraft, "sampled": _sampled}
-
-
-def coins(lessons: list[Lesson], blocks: Blocks, seed: int, visits: list[int]) -> Tensor:
-    """float64 [N, K] in (0, 1): the accept-or-reject coin of every proposed token (keyed)."""
-    device = blocks.tokens.device
-    key = torch.tensor([lesson.key for lesson in lessons], device=device)[blocks.row]
-    visit = torch.tensor(visits, dtype=torch.int64, device=device)[blocks.row]
-    anchor = blocks.anchor.unsqueeze(1)
-    return uniforms(seed, Purpose.ACCEPT, key.unsqueeze(1), visit.unsqueeze(1), anchor, anchor + blocks.position)
 
 
 def _count(stage: StagePart, lessons: list[Lesson], drafted: int) -> int:
@@ -245,6 +250,8 @@ def _count(stage: StagePart, lessons: list[Lesson], drafted: int) -> int:
 
 def _joined(parts: list[Blocks]) -> Blocks:
     """The blocks of all sources, one after the other; `log_q` is NaN where nothing was drawn."""
+    if len(parts) == 1:
+        return parts[0]
     logs = [
         torch.full(p.tokens.shape, float("nan"), device=p.tokens.device) if p.log_q is None else p.log_q for p in parts
     ]
@@ -254,8 +261,3 @@ def _joined(parts: list[Blocks]) -> Blocks:
 
     drawn = None if all(part.log_q is None for part in parts) else torch.cat(logs)
     return Blocks(both("row"), both("anchor"), both("tokens"), both("valid"), both("accepted"), drawn)
-
-
-def _pad(lines: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """int64 [b, longest], zero-padded."""
-    return torch.nn.utils.rnn.pad_sequence([torch.tensor(line) for line in lines], batch_first=True).to(device)

@@ -41,7 +41,7 @@ class Lesson:
     verified: Tensor | None = None
     state: TrunkState | None = None
 
-    @property
+    @cached_property
     def key(self) -> int:
         """Integer key of this trunk, for keyed draws."""
         return key_of(f"{self.trunk.id}#{self.trunk.sample}")
@@ -51,10 +51,28 @@ class Lesson:
         """Anchor -> index of the verification that began there."""
         return {step.anchor: i for i, step in enumerate(self.steps)}
 
+    @cached_property
+    def text(self) -> Tensor:
+        """int64 [T] tokens, on the host."""
+        return torch.tensor(self.trunk.tokens, dtype=torch.int64)
+
+    @cached_property
+    def room(self) -> Tensor:
+        """int64 [T], on the host: supervised tokens behind each position, without a gap."""
+        room = torch.zeros(len(self.trunk), dtype=torch.int64)
+        for start, end in self.trunk.spans:  # none begins at 0
+            room[start - 1 : end] = torch.arange(end - start, -1, -1)
+        return room
+
+    @cached_property
+    def recorded(self) -> tuple[Tensor, Tensor]:
+        """int64 [steps, 3 + K] anchor, accepted, committed and drafts; float32 [steps, K] log q; on the host."""
+        rows = [(step.anchor, step.accepted, step.committed, *step.proposed) for step in self.steps]
+        return torch.tensor(rows, dtype=torch.int64), torch.tensor([step.log_q for step in self.steps])
+
     def anchors(self) -> list[int]:
         """Positions that may be an anchor: its and the next token are supervised (so never the last prompt token)."""
-        mask = self.trunk.mask
-        return [a for a in range(len(mask) - 1) if mask[a] and mask[a + 1]]
+        return [anchor for start, end in self.trunk.spans for anchor in range(start, end - 1)]
 
     @property
     def nbytes(self) -> int:

@@ -14,20 +14,24 @@ from torch import Tensor
 
 from draftloop.core.blocks import Blocks
 from draftloop.core.draws import Purpose, uniforms
+from draftloop.core.host import sent
 from draftloop.core.law import Law, Readout, Sampling
 from draftloop.decode.rules import leading
 from draftloop.drafter.draft import Draft
 from draftloop.recipe import BranchPart
 from draftloop.supervise.lesson import Lesson
 
-Cells = list[tuple[int, int]]  # (row of the batch, anchor)
+Cells = list[tuple[int, int]] | Tensor  # (row of the batch, anchor); int64 [N, 2], on the host
 
 
 def trunk_blocks(lessons: list[Lesson], cells: Cells, drafted: int, device: torch.device) -> Blocks:
     """The trunk's own next tokens; a position is valid while supervised without a gap."""
-    rows, anchors = _columns(cells, device)
-    tokens, valid = _next_tokens(lessons, cells, drafted, device)
-    return Blocks(rows, anchors, tokens, valid, valid.clone())
+    row, anchor = columns(cells)
+    place = torch.arange(1, drafted + 1)
+    tokens = texts(lessons, drafted)[row.unsqueeze(1), anchor.unsqueeze(1) + place]
+    there = sent(place <= _room(lessons, row, anchor).unsqueeze(1), device)
+    rows, anchors = sent(torch.stack([row, anchor]), device)
+    return Blocks(rows, anchors, sent(tokens, device), there, there.clone())
 
 
 def recorded_blocks(
@@ -38,28 +42,25 @@ def recorded_blocks(
     A block whose accepted tokens were cut by end-of-sequence or length teaches only what was committed: what follows
     was never verified. What follows a proposed end-of-sequence is cut too (arXiv 2611.02846 cuts branches there).
     """
-    rows, anchors = _columns(cells, device)
-    tokens = torch.zeros(len(cells), drafted, dtype=torch.int64)
-    log_q = torch.zeros(len(cells), drafted)
-    seen = torch.zeros(len(cells), dtype=torch.int64)
-    accepted = torch.zeros(len(cells), dtype=torch.int64)
-    for i, (row, anchor) in enumerate(cells):
-        lesson = lessons[row]
-        step = lesson.steps[lesson.step_at[anchor]]
-        tokens[i], log_q[i] = torch.tensor(step.proposed), torch.tensor(step.log_q)
-        cut = step.committed <= step.accepted
-        seen[i] = step.committed if cut else drafted
-        accepted[i] = min(step.accepted, step.committed)
+    row, anchor = columns(cells)
+    steps, log_q = (torch.cat(parts) for parts in zip(*(lesson.recorded for lesson in lessons), strict=True))
+    at = recorded_at(lessons, row, anchor)
+    _, accepted, committed, tokens = steps[at].split([1, 1, 1, drafted], 1)
+    seen = torch.where(committed <= accepted, committed, drafted)
     place = torch.arange(drafted)
-    valid = (place < seen.unsqueeze(1)) & before_end(tokens, eos)
-    return Blocks(
-        rows,
-        anchors,
-        tokens.to(device),
-        valid.to(device),
-        (valid & (place < accepted.unsqueeze(1))).to(device),
-        log_q.to(device),
-    )
+    valid = (place < seen) & before_end(tokens, eos)
+    kept = valid & (place < torch.minimum(accepted, committed))
+    rows, anchors = sent(torch.stack([row, anchor]), device)
+    told, right = sent(torch.stack([valid, kept]), device)
+    return Blocks(rows, anchors, sent(tokens.contiguous(), device), told, right, sent(log_q[at], device))
+
+
+def recorded_at(lessons: list[Lesson], row: Tensor, anchor: Tensor) -> Tensor:
+    """int64 [N]: which verification began at each anchor, counted over those of all lessons; on the anchors' device."""
+    began = [lesson.recorded[0][:, 0] for lesson in lessons]
+    width = max(len(lesson.trunk) for lesson in lessons)
+    keys = sent(torch.cat([at + i * width for i, at in enumerate(began)]), anchor.device)
+    return torch.searchsorted(keys, row * width + anchor)  # verifications stand in the order of the text
 
 
 def redraft_blocks(
@@ -77,11 +78,11 @@ def redraft_blocks(
 
     def choose(hidden: Tensor, slots: slice) -> tuple[Tensor, Tensor]:
         law = draft.law(hidden, slots, readout, Sampling())
-        tokens, scores = law.draw(hidden.new_empty(len(law.hidden)))
+        tokens, scores = law.draw(hidden.new_empty(len(law.hidden)), _at_once(readout))
         return tokens.view(hidden.shape[:2]), scores.view(hidden.shape[:2])
 
     tokens, certain, drawn = draft.drawn(choose)
-    rows, anchors = _columns(cells, tokens.device)
+    rows, anchors = sent(torch.stack(columns(cells)), tokens.device)
     valid = torch.arange(draft.drafted, device=tokens.device) < room.unsqueeze(1)
     return Blocks(rows, anchors, tokens, valid & before_end(tokens, eos), torch.zeros_like(valid), certain), drawn
 
@@ -114,24 +115,36 @@ def sampled_blocks(
         the blocks; [N, K, W] the rows that they were drawn from, with their graph.
     """
     drafted, device = draft.drafted, readout.weight.device
-    rows, anchors = _columns(cells, device)
-    key = torch.tensor([lesson.key for lesson in lessons], device=device)[rows]
-    visit = torch.tensor(visits, dtype=torch.int64, device=device)[rows]
-    greedy = uniforms(seed, Purpose.BRANCH, key, visit, anchors) < branch.greedy_share
-    place = torch.arange(1, drafted + 1, device=device)
-    draws = uniforms(seed, Purpose.DRAFT, key[:, None], visit[:, None], anchors[:, None], anchors[:, None] + place)
+    row, anchor = columns(cells)  # draws are hashed on the host, which need not ask the device which branch is greedy
+    key, visit = torch.tensor([lesson.key for lesson in lessons])[row], torch.tensor(visits)[row]
+    place = torch.arange(1, drafted + 1)
+    draws = sent(uniforms(seed, Purpose.DRAFT, key[:, None], visit[:, None], anchor[:, None], anchor[:, None] + place),
+                 device)  # fmt: skip
+    laws = [(torch.arange(len(row)), branch.temperature)]
+    if branch.greedy_share > 0:
+        greedy = uniforms(seed, Purpose.BRANCH, key, visit, anchor) < branch.greedy_share
+        laws = [(mine.nonzero().squeeze(1), t) for mine, t in ((greedy, 0.0), (~greedy, branch.temperature))]
+    groups = [(sent(mine, device), Sampling(temperature)) for mine, temperature in laws if len(mine)]
+
+    rows_at_once = _at_once(readout)
 
     def choose(hidden: Tensor, slots: slice) -> tuple[Tensor, Tensor]:
+        if len(groups) == 1:  # all alike: nothing to gather
+            law = draft.law(hidden, slots, readout, groups[0][1])
+            tokens, scores = law.draw(draws[:, slots].flatten(), rows_at_once)
+            return tokens.view(hidden.shape[:2]), scores.view(hidden.shape[:2])
         tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=device)
         scores = torch.zeros(hidden.shape[:2], device=device)
-        for mine, temperature in ((greedy, 0.0), (~greedy, branch.temperature)):
-            law = draft.law(hidden, slots, readout, Sampling(temperature), only=mine)
-            some, certain = law.draw(draws[mine][:, slots].flatten())
+        for mine, sampling in groups:
+            law = draft.law(hidden, slots, readout, sampling, only=mine)
+            some, certain = law.draw(draws[mine][:, slots].flatten(), rows_at_once)
             tokens[mine], scores[mine] = some.view(-1, hidden.shape[1]), certain.view(-1, hidden.shape[1])
         return tokens, scores
 
     tokens, log_q, drawn = draft.drawn(choose)
-    valid = before_end(tokens, eos) & (anchors.unsqueeze(1) + place < limit)
+    within = sent(anchor.unsqueeze(1) + place < limit, device)
+    rows, anchors = sent(torch.stack([row, anchor]), device)
+    valid = before_end(tokens, eos) & within
     return Blocks(rows, anchors, tokens, valid, torch.zeros_like(valid), log_q), drawn
 
 
@@ -159,8 +172,10 @@ def ratio_run(blocks: Blocks, teacher: Law, coins: Tensor) -> Tensor:
 
 def before_end(tokens: Tensor, eos: tuple[int, ...]) -> Tensor:
     """Bool [N, K]: no end-of-sequence among the earlier tokens of the block."""
-    ends = torch.isin(tokens, torch.tensor(eos, dtype=torch.int64, device=tokens.device))
-    return ends.long().cumsum(-1) - ends.long() == 0
+    ends = torch.zeros_like(tokens)
+    for end in eos:  # numbers: a tensor of them would have to be sent
+        ends += tokens == end
+    return ends.cumsum(-1) - ends == 0
 
 
 @torch.no_grad()
@@ -211,41 +226,34 @@ def committed_greedily(blocks: Blocks, own: Blocks, teacher: Tensor, readout: Re
 
 def trunk_run(lessons: list[Lesson], blocks: Blocks) -> Tensor:
     """int64 [N]: how many leading valid tokens of each block are the trunk's own."""
-    cells = list(zip(blocks.row.tolist(), blocks.anchor.tolist(), strict=True))
-    own, there = _next_tokens(lessons, cells, blocks.tokens.shape[1], blocks.tokens.device, masked=False)
-    return leading((own == blocks.tokens) & there & blocks.valid)
+    device, drafted = blocks.tokens.device, blocks.tokens.shape[1]
+    text = sent(texts(lessons, drafted, fill=-1), device)
+    own = text[blocks.row.unsqueeze(1), blocks.anchor.unsqueeze(1) + blocks.position]
+    return leading((own == blocks.tokens) & blocks.valid)
 
 
-def _next_tokens(
-    lessons: list[Lesson], cells: Cells, drafted: int, device: torch.device, masked: bool = True
-) -> tuple[Tensor, Tensor]:
-    """The trunk tokens behind each anchor and whether each is there (and, if `masked`, supervised without a gap)."""
-    width = max(len(lesson.trunk) for lesson in lessons) + drafted  # one tensor a trunk, not one a block
-    tokens = torch.zeros(len(lessons), width, dtype=torch.int64)
-    flags = torch.zeros(len(lessons), width, dtype=torch.bool)
-    for i, lesson in enumerate(lessons):
-        size = len(lesson.trunk)
-        tokens[i, :size] = torch.tensor(lesson.trunk.tokens)
-        flags[i, :size] = torch.tensor(lesson.trunk.mask) if masked else True
-    rows, anchors = _columns(cells, torch.device("cpu"))
-    place = anchors.unsqueeze(1) + torch.arange(1, drafted + 1)
-    there = flags[rows.unsqueeze(1), place].long().cumprod(-1).bool()
-    found = tokens[rows.unsqueeze(1), place]
-    return found.to(device), there.to(device)
+def _at_once(readout: Readout) -> int:
+    """Rows whose laws are drawn from at once: a few of them fill a processor; a GPU, half a GiB of float64."""
+    weight = readout.weight
+    return max(256, (1 << 26) // weight.shape[0]) if weight.is_cuda else 256
 
 
-def _columns(cells: Cells, device: torch.device) -> tuple[Tensor, Tensor]:
-    table = torch.tensor(cells, dtype=torch.int64, device=device).view(-1, 2)
-    return table[:, 0], table[:, 1]
+def texts(lessons: list[Lesson], more: int = 0, fill: int = 0) -> Tensor:
+    """int64 [b, longest + more], on the host: the tokens of the trunks, `fill` behind their ends."""
+    rows = torch.nn.utils.rnn.pad_sequence([one.text for one in lessons], batch_first=True, padding_value=fill)
+    return torch.nn.functional.pad(rows, (0, more), value=fill)
+
+
+def columns(cells: Cells) -> tuple[Tensor, Tensor]:
+    """Row and anchor of each cell; int64 [N] each, on the host."""
+    row, anchor = torch.as_tensor(cells, dtype=torch.int64).view(-1, 2).unbind(1)
+    return row, anchor
 
 
 def room_after(lessons: list[Lesson], cells: Cells, device: Any) -> Tensor:
     """int64 [N]: supervised positions behind each anchor, without a gap."""
-    lengths = []
-    for row, anchor in cells:
-        mask = lessons[row].trunk.mask
-        end = anchor + 1
-        while end < len(mask) and mask[end]:
-            end += 1
-        lengths.append(end - anchor - 1)
-    return torch.tensor(lengths, dtype=torch.int64, device=device)
+    return sent(_room(lessons, *columns(cells)), device)
+
+
+def _room(lessons: list[Lesson], row: Tensor, anchor: Tensor) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence([one.room for one in lessons], batch_first=True)[row, anchor]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from draftloop.core.host import sent
 from draftloop.core.tree import Packed
 
 
@@ -168,12 +169,9 @@ class _TrunkLayer(CacheLayerMixin):
         return self._behind(key_states, 0), self._behind(value_states, 1)
 
     def _behind(self, new: Tensor, part: int) -> Tensor:
-        rows, heads, fed, width = new.shape
-        out = new.new_zeros(rows, heads, self.owner.span + fed, width)
-        out[:, :, self.owner.span :] = new
-        for state, row, start, size in self.owner.pieces:
-            out[row, :, start : start + size] = state.layers[self.index][part][:, :size]
-        return out
+        states = [state.layers[self.index][part] for state in self.owner.states]
+        held = torch.cat(states, 1)[:, self.owner.place]  # [kv heads, rows, span, d]
+        return torch.cat([held.transpose(0, 1), new], 2)
 
     def get_seq_length(self, *args: Any) -> int:
         return self.owner.span
@@ -190,6 +188,9 @@ class _TrunkLayer(CacheLayerMixin):
 class TrunkCache(Cache):
     """Trunks that were computed before, in the rows of a packed tree whose branches are fed now. Read only.
 
+    Attributes:
+        place: int64 [rows, span], which token of all the states, one after the other, stands in each slot.
+
     Args:
         states: one a trunk of the tree, in its order; each at least as long as what the tree holds of it.
         packed: the tree, laid out `aligned`.
@@ -198,6 +199,12 @@ class TrunkCache(Cache):
     def __init__(self, states: list[TrunkState], packed: Packed) -> None:
         self.span = packed.first
         self.states, self.packed = states, packed
-        places = zip(packed.row.tolist(), packed.start.tolist(), packed.size.tolist(), strict=True)
-        self.pieces = [(state, *place) for state, place in zip(states, places, strict=True)]
+        # which of all the states' tokens stands in each slot of a row; where none does, any: no branch sees that slot
+        place = torch.zeros(len(packed.tree.tokens), self.span, dtype=torch.int64)
+        first = 0
+        parts = zip(states, packed.row.tolist(), packed.start.tolist(), packed.size.tolist(), strict=True)
+        for state, row, start, size in parts:
+            place[row, start : start + size] = torch.arange(first, first + size)
+            first += len(state.hidden)
+        self.place = sent(place, states[0].hidden.device)
         super().__init__(layers=[_TrunkLayer(self, i) for i in range(len(states[0].layers))])

@@ -196,18 +196,19 @@ class Target:
         return self._forward(ids, positions, masks, taps, self.family.mixing(cache), cache)
 
     @torch.no_grad()
-    def score(self, tree: Tree, taps: Sequence[int] = (), read: Read | None = None) -> Rows:
+    def score(self, tree: Tree, taps: Sequence[int] = (), read: Read | None = None, longest: int | None = None) -> Rows:
         """Read trunks and branches in one forward: each slot sees its ancestors and nothing else.
 
         Args:
             tree: rows of trunks and branches.
             taps: decoder layers whose outputs are wanted, at all slots.
             read: the slots whose hidden rows are wanted; None = all.
+            longest: tokens of the longest text; None = the device is asked.
 
         Raises:
             InputError: a text is longer than `context_limit`.
         """
-        self.check_length(int(tree.position.max()) + 1)
+        self.check_length(int(tree.position.max()) + 1 if longest is None else longest)
         flex = self._flexes(tree)
         masks = self.family.tree_masks(tree, flex=flex)
         return self._forward(tree.tokens, tree.position, masks, taps, self.family.mixing(tree), read=read, flex=flex)
@@ -229,7 +230,7 @@ class Target:
         """
         assert all(state.version == self.version for state in states), "a state of other weights"
         tree, first = packed.tree, packed.first
-        self.check_length(int(tree.position.max()) + 1)
+        self.check_length(packed.longest)
         flex = self._flexes(tree)
         cache, masks = self.family.resume(states, packed), self.family.tree_masks(tree, first, flex=flex)
         read = (read[0], read[1] - first)
@@ -277,7 +278,7 @@ class Target:
             stack.enter_context(mixing)
             if flex:
                 stack.enter_context(attending_flex(self._base))
-            elif getattr(self.config, "_attn_implementation", "") == "eager":  # it adds masks to the scores
+            elif self._adds_masks():
                 masks = _added(masks, self.dtype)
             out = self._base(
                 input_ids=ids, position_ids=places, attention_mask=masks, use_cache=cache is not None, **kwargs
@@ -289,6 +290,11 @@ class Target:
             hidden = hidden.squeeze(0) if early is not None else hidden[read]
         features = torch.cat([tapped[layer] for layer in taps], dim=-1) if taps else None
         return Rows(hidden, features)
+
+    def _adds_masks(self) -> bool:
+        """Whether attention adds masks to the scores: `eager` wants numbers, CUDA's would make them in every layer."""
+        way = getattr(self.config, "_attn_implementation", "")
+        return bool(way == "eager" or (way == "sdpa" and self.device.type == "cuda"))
 
     @contextmanager
     def _cut_down(self, read: Read | None) -> Iterator[None]:
