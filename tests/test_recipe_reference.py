@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from draftloop.recipe import METHODS, Recipe
+from draftloop.recipe import Recipe
+from draftloop.recipe_methods import METHODS
 from draftloop.recipe_reference import allowed, item_of, keys, reference, section_of, sections
 
 DOCS = Path(__file__).parents[1] / "docs" / "recipe.md"

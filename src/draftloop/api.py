@@ -35,7 +35,16 @@ from draftloop.supervise.responses import Prepared, prepare_trunks
 from draftloop.target.load import load_target
 from draftloop.target.model import Target
 from draftloop.train.job import train
-from draftloop.train.material import SPLITS, alone, answer_split, begin_run, find_run, load_recipe_target, read_splits
+from draftloop.train.material import (
+    SPLITS,
+    alone,
+    answer_split,
+    begin_run,
+    find_run,
+    load_recipe_target,
+    read_splits,
+    run_folder,
+)
 
 Ask = str | Sequence[Mapping[str, Any]]
 
@@ -162,7 +171,7 @@ def prepare(recipe: Recipe, *, out: Path | None = None, quiet: bool = False) -> 
     Raises:
         InputError: the prompts or the target cannot be used.
     """
-    folder = out or Path(recipe.out or f"runs/{recipe.name}")
+    folder = run_folder(recipe, out)
     found = find_run(recipe, folder)
     prompts = read_splits(recipe)
     target = load_recipe_target(recipe.target)

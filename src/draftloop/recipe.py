@@ -1,7 +1,8 @@
 """The typed recipe: everything a run does, in one file, and nothing that is silently ignored.
 
-Knows no model and runs nothing. A method is a row of cells (trunks, anchors, proposals, objective); `METHODS` names the
-usual rows, and a stage may change any cell. Reading, overrides and error messages are in `recipe_file.py`.
+Knows no model and runs nothing. A method is a row of cells (trunks, anchors, proposals, objective); `METHODS`
+(recipe_methods.py) names the usual rows, and a stage may change any cell. Reading, overrides and error messages are in
+`recipe_file.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from difflib import get_close_matches
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from draftloop.recipe_methods import METHODS, merged
 
 SCHEMA = 1
 
@@ -90,6 +93,9 @@ class DataPart(Part):
     train: list[str] = Field(default_factory=list, description="prompt files; `builtin:train` = the ones we ship")
     validation: list[str] = Field(default_factory=list, description="choose the checkpoint; empty = split off train")
     test: list[str] = Field(default_factory=list, description="reported once, at the end; empty = split off train")
+    held_out: int | None = Field(
+        None, ge=1, description="most prompts split off for validation, and as many for test; default: a tenth of train"
+    )
     limit: int | None = Field(None, ge=1, description="use at most this many prompts of each split")
     max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are left out (and counted)")
     template_kwargs: dict[str, Any] = Field(default_factory=dict, description="passed to the chat template")
@@ -236,6 +242,18 @@ class OptimiserPart(Part):
     final: float = Field(0.0, ge=0, le=1, description="cosine, wsd: where the learning rate ends, as a share of lr")
 
 
+class StopPart(Part):
+    """When a stage ends before its last step."""
+
+    patience: int | None = Field(
+        None,
+        ge=1,
+        description="end after so many validation walks in a row without a better tau; the drafter that the stage "
+        "begins with is walked first and counts. null = never",
+    )
+    rise: float = Field(0.0, ge=0, description="how much higher tau must be, in tokens, to count as better")
+
+
 class StagePart(Part):
     """One row of the method table, trained for a number of steps or minutes."""
 
@@ -273,6 +291,7 @@ class StagePart(Part):
         16, ge=1, description="blocks trained per sequence and forward (anchors: all ignores it)"
     )
     evaluations: int = Field(5, ge=1, description="validation walks in this stage, evenly spread, the last at its end")
+    stop: StopPart = Field(default_factory=StopPart)
     checkpoint_every: int | None = Field(
         None, ge=1, description="steps between checkpoints; default: at every validation"
     )
@@ -370,30 +389,3 @@ class Recipe(Part):
         if self.schema_version != SCHEMA:
             raise ValueError(f"schema {self.schema_version} is not {SCHEMA}, the one that this version reads")
         return self
-
-
-_FIXED = {"trunks": "fixed", "anchors": "random", "proposals": "trunk"}
-_CAREFUL = {"optimiser": {"lr": 3e-4}}  # for drafters that have had a warm-up
-METHODS: dict[str, dict[str, Any]] = {
-    "sft": {**_FIXED, "objective": {"kind": "ce"}},
-    "off-policy-kl": {**_FIXED, "objective": {"kind": "forward_kl"}},
-    "overlap": {**_FIXED, "objective": {"kind": "e2e_tv"}, **_CAREFUL},
-    "specopd": {**_FIXED, "proposals": "sampled", "objective": {"kind": "e2e_tv"}, **_CAREFUL},
-    "draft-opd": {
-        "trunks": "rollout",
-        "anchors": "rollout",
-        "proposals": "recorded",
-        "objective": {"kind": "draft_opd"},
-        **_CAREFUL,
-    },
-    "custom": {},
-}
-
-
-def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Return `base` with `over` laid upon it, section by section."""
-    out = dict(base)
-    for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(out.get(key), dict)
-        out[key] = merged(out[key], value) if both else value
-    return out

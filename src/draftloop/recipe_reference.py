@@ -13,7 +13,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from draftloop.recipe import METHODS, Part, Recipe
+from draftloop.recipe import Part, Recipe
+from draftloop.recipe_methods import METHODS
 
 _PLAIN = {
     bool: "true or false",

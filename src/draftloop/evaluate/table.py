@@ -110,6 +110,17 @@ def lossless_sentence(summary: Summary) -> str:
     return f"NOT LOSSLESS: speculative output differs from plain greedy decoding{where} {size}."
 
 
+def cost_sentence(summary: Summary) -> str:
+    """Say what a run cost: its time, and how much of it went into training."""
+    trained = summary.stages[1:]
+    steps, labels = sum(stage.steps for stage in trained), sum(stage.labels for stage in trained)
+    spent = duration(sum(stage.seconds for stage in trained))
+    return (
+        f"It cost {duration(summary.seconds)} in all: {spent} of training ({count(steps)} steps,"
+        f" {short(labels)} supervised positions), the rest answers, measuring and the audit."
+    )
+
+
 def _arm_sentence(arm: Arm, decoding: Decoding) -> str:
     rates = f"{arm.tokens_per_s:.1f} against {decoding.plain.tokens_per_s:.1f} tokens/s"
     rates += f", batch size {decoding.batch_size}, {decoding.dtype}"

@@ -67,7 +67,9 @@ _OTHERS = (
 )
 
 
-def load_drafter(path: str | os.PathLike[str], target: Any = None, *, dtype: torch.dtype | None = None) -> Any:
+def load_drafter(
+    path: str | os.PathLike[str], target: Any = None, *, dtype: torch.dtype | None = None, to_train: bool = False
+) -> Any:
     """Read a drafter from a checkpoint folder, ours or a published one, in z-lab's form or in speculators'.
 
     Names may carry a `model.` prefix, and the weights may be split over several files. A copy of the target's embedding
@@ -78,6 +80,7 @@ def load_drafter(path: str | os.PathLike[str], target: Any = None, *, dtype: tor
         path: the folder, or `bundled`: the embedded target's drafter that comes with the project.
         target: a `Target` to check against, move to and bind to; None leaves the drafter unbound on the CPU.
         dtype: of the weights; None = as stored (train in float32; `for_decoding` gives the target's).
+        to_train: it is about to learn this target, so it is no matter which one it was trained for.
 
     Returns:
         the drafter, trainable. Its `spec.made_for` is what the file says.
@@ -123,7 +126,7 @@ def load_drafter(path: str | os.PathLike[str], target: Any = None, *, dtype: tor
     if target is None:
         return drafter
     known = spec.made_for.get("target_fingerprint")
-    if known is not None and known != target.fingerprint:
+    if known is not None and known != target.fingerprint and not to_train:
         warnings.warn(
             f"{folder}: the drafter was made for {spec.made_for.get('target')} ({known}), the target is {target.name} "
             f"({target.fingerprint}); output stays exact, but fewer tokens may be accepted",
