@@ -5,8 +5,8 @@
     draftloop adapt --target my-fine-tune --drafter bundled --prompts builtin:train
 
 The target answers a prompt file greedily; each answer is written again in a house style (numbered lines in capitals),
-and the upper layers learn to answer so by cross-entropy. Nothing is downloaded but the embedded target. Measures nothing: what
-it leaves is a checkpoint folder like any fine-tune's, and fine_tune.json, which says how it was made.
+and the upper layers learn to answer so by cross-entropy. Nothing is downloaded but the embedded target. Measures
+nothing: what it leaves is a checkpoint folder like any fine-tune's, and fine_tune.json, which says how it was made.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from draftloop.cli.app import AsJson, Out, Overrides, Trust, app, drafter_folder, say
 from draftloop.cli.export import exported
+from draftloop.formats.bundled_drafter import NAME
 
 Forms = tuple[tuple[Literal["vllm", "both"], Literal["zlab", "speculators"]], ...]
 _FORMS: Forms = (("both", "zlab"), ("vllm", "speculators"))
@@ -64,7 +65,7 @@ def adapt(
 
     recipe = room.adapt_recipe(
         target,
-        str(drafter_folder(Path(drafter))),
+        drafter if drafter == NAME else str(drafter_folder(Path(drafter))),  # a name stays one in the recipe
         prompts,
         minutes=minutes,
         limit=limit,
