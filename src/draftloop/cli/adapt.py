@@ -12,10 +12,13 @@ from rich.console import Console
 
 from draftloop.cli.app import AsJson, Out, Overrides, Trust, app, drafter_folder, say
 from draftloop.cli.export import exported
+from draftloop.core.errors import InputError
 from draftloop.formats.bundled_drafter import NAME
 
-Forms = tuple[tuple[Literal["vllm", "both"], Literal["zlab", "speculators"]], ...]
-_FORMS: Forms = (("both", "zlab"), ("vllm", "speculators"))
+_FORMS: tuple[tuple[Literal["vllm", "both"], Literal["zlab", "speculators"]], ...] = (
+    ("both", "zlab"),
+    ("vllm", "speculators"),
+)
 
 
 @app.command()
@@ -77,11 +80,27 @@ def adapt(
         room.adapt_plan(recipe, out=out, say=say(as_json))
         return
     found = room.adapt(recipe, out=out, fresh=fresh, quiet=as_json, say=say(as_json))
-    made = [exported(found.folder, engine, form, known=True) for engine, form in _FORMS] if found.better else []
-    _tell(found, made, as_json)
+    made, notes = _exports(found.folder, target) if found.better else ([], [])
+    _tell(found, made, notes, as_json)
 
 
-def _tell(found: Any, made: list[tuple[Any, str | None, list[str]]], as_json: bool) -> None:
+def _exports(run: Path, target: str) -> tuple[list[Any], list[str]]:
+    """Write every form that an engine serves; what one cannot read is said, and left out."""
+    made, notes = [], []
+    for engine, form in _FORMS:
+        try:
+            one, _, said = exported(run, engine, form, target=target, known=True)
+        except InputError as refusal:
+            notes.append(str(refusal))
+            if engine != "both":
+                continue
+            one, _, said = exported(run, "vllm", form, target=target, known=True)
+        made.append(one)
+        notes += said
+    return made, list(dict.fromkeys(notes))
+
+
+def _tell(found: Any, made: list[Any], notes: list[str], as_json: bool) -> None:
     """What it brought, what it cost, and how the drafter is served."""
     from draftloop.evaluate.table import cost_sentence, summary_tables
     from draftloop.formats.serving import TITLES
@@ -89,8 +108,9 @@ def _tell(found: Any, made: list[tuple[Any, str | None, list[str]]], as_json: bo
     folder = found.folder
     if as_json:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        exports = [{"folder": str(one.folder), "form": one.form, "commands": one.commands} for one, _, _ in made]
-        facts = {"folder": str(folder), "better": found.better, "exports": exports, "summary": summary}
+        exports = [{"folder": str(one.folder), "form": one.form, "commands": one.commands} for one in made]
+        facts = {"folder": str(folder), "better": found.better, "exports": exports, "notes": notes}
+        facts["summary"] = summary
         print(json.dumps(facts, indent=2))
         return
     Console().print(summary_tables(found.summary))
@@ -101,9 +121,9 @@ def _tell(found: Any, made: list[tuple[Any, str | None, list[str]]], as_json: bo
             "\nAdapting brought nothing on the validation prompts, so nothing is exported: keep the drafter you have."
         )
         return
-    print(f"Exported: {', '.join(str(one.folder) for one, _, _ in made)}")
-    for one, _, _ in made[:1]:
-        for each, command in one.commands.items():
-            print(f"\n{TITLES[each]}:\n  {shlex.join(command)}")
-    for note in dict.fromkeys(note for _, _, notes in made for note in notes):
+    for one in made:
+        print(f"Exported ({one.form}): {one.folder}")
+    for each, command in made[0].commands.items():
+        print(f"\n{TITLES[each]}:\n  {shlex.join(command)}")
+    for note in notes:
         print(f"\nNote: {note}")
