@@ -43,6 +43,7 @@ def test_every_command_of_the_readme_exists(capsys):
         "docs/engines.md",
         "docs/performance.md",
         "docs/attention.md",
+        "docs/adapting.md",
     ],
 )
 def test_links_lead_somewhere(page):

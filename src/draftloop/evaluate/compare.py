@@ -204,6 +204,11 @@ def compare(
     return Comparison(told, settings, tuple(entrants), tuple(contests))
 
 
+def tail(name: str, width: int) -> str:
+    """Cut the front of a name, for drafters differ in the last words of their paths."""
+    return name if len(name) <= width else f"…{name[1 - width :]}"
+
+
 def entrant(name: str, drafter: Any | None) -> Entrant:
     """Describe a drafter, of whatever family; None = plain decoding."""
     if drafter is None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftloop.core.files import atomic_path
-from draftloop.evaluate.compare import ALL, PLAIN, Comparison, Contest
+from draftloop.evaluate.compare import ALL, PLAIN, Comparison, Contest, tail
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,8 +78,9 @@ def _sets(contest: Contest) -> list[str]:
 
 def _bars_of_tau(axis: Axes, contest: Contest, colours: Mapping[str, str]) -> None:
     """A group of bars a prompt set, a bar a drafter; from 1, which is no use at all."""
-    sets, count = _sets(contest), len(contest.standings)
-    for place, one in enumerate(contest.standings):
+    drafting = [one for one in contest.standings if one.name != PLAIN]  # plain decoding has tau 1
+    sets, count = _sets(contest), len(drafting)
+    for place, one in enumerate(drafting):
         x, heights, below, above = [], [], [], []
         for group, name in enumerate(sets):
             part = one.acceptance if name == ALL else one.acceptance.sets.get(name)
@@ -89,11 +90,11 @@ def _bars_of_tau(axis: Axes, contest: Contest, colours: Mapping[str, str]) -> No
             heights.append(part.tau_pooled)
             below.append(part.tau_pooled - part.interval[0])
             above.append(part.interval[1] - part.tau_pooled)
-        bars: dict[str, Any] = {"color": colours[one.name], "label": _shortened(one.name)}
+        bars: dict[str, Any] = {"color": colours[one.name], "label": tail(one.name, 32)}
         bars |= {"ecolor": "#333333", "capsize": 2}
         axis.bar(x, [h - 1 for h in heights], 0.8 / count, bottom=1, yerr=(below, above), **bars)
-    axis.set_xticks(range(len(sets)), [_shortened(name) for name in sets])
-    axis.set_ylim(bottom=1 if all(one.acceptance.interval[0] >= 1 for one in contest.standings) else None)
+    axis.set_xticks(range(len(sets)), [tail(name, 16) for name in sets])
+    axis.set_ylim(bottom=1)
     axis.grid(visible=False, axis="x")
     axis.set_title(f"tau by prompt set, temperature {contest.temperature:g}")
     axis.set_ylabel("tokens per verification")
@@ -110,13 +111,8 @@ def _bars_of_speed(axis: Axes, contest: Contest, colours: Mapping[str, str]) -> 
         axis.bar(place, rate, 0.7, color=colours[name])
         words = f"{rate:.0f}" if name == PLAIN else f"{rate:.0f}\n{speed['speedup']:.2f}x"
         axis.text(place, rate, words, ha="center", va="bottom", fontsize=8)
-    axis.axhline(contest.plain["tokens_per_s"], color="#333333", linewidth=0.8, linestyle=":")
+    axis.axhline(contest.plain["tokens_per_s"], color="#333333", linewidth=0.8, linestyle=":", zorder=0.5)
     axis.set_ylim(top=1.25 * max(speed["tokens_per_s"] for speed in speeds.values()))
     axis.set_xticks([])
     axis.grid(visible=False, axis="x")
-    axis.set_title(f"tokens/s ({PLAIN} = plain, grey)")
-
-
-def _shortened(name: str) -> str:
-    """Cut the front of a name, for drafters differ in the last words of their paths."""
-    return name if len(name) <= 32 else f"…{name[-31:]}"
+    axis.set_title("tokens/s; grey = plain decoding")

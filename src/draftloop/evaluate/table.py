@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from draftloop.evaluate.compare import ALL, PLAIN, Comparison, Contest
+from draftloop.evaluate.compare import ALL, PLAIN, Comparison, Contest, tail
 from draftloop.evaluate.summary import Arm, BlockSplit, Decoding, Summary
 from draftloop.evaluate.tau import Acceptance, Paired
 
@@ -71,10 +71,12 @@ def comparison_tables(comparison: Comparison) -> RenderableType:
 def _contest_section(contest: Contest, at: str) -> RenderableType:
     """A row per prompt set and drafter, as many of either as there are."""
     first = contest.standings[0]
+    cut = [tail(one.name, 16) for one in contest.standings]
+    names = cut if len(set(cut)) == len(cut) else [one.name for one in contest.standings]
     table = _table("set", "drafter", "tau\npooled", "95 %", "tau\nmean", "to the\nfirst", "95 %", names=2)
     for name in [ALL, *first.acceptance.sets] if len(first.acceptance.sets) > 1 else [ALL]:
         title = name
-        for one in contest.standings:
+        for known_as, one in zip(names, contest.standings, strict=True):
             part = one.acceptance if name == ALL else one.acceptance.sets.get(name)
             if part is None:
                 continue
@@ -82,7 +84,7 @@ def _contest_section(contest: Contest, at: str) -> RenderableType:
             change = f"{gain.difference:+.2f}" if gain else ""
             sure = "[{:+.2f}, {:+.2f}]".format(*gain.difference_interval) if gain else ""
             cells = (f"{part.tau_pooled:.2f}", interval_text(part.interval), f"{part.tau_mean:.2f}", change, sure)
-            _row(table, title, one.name, *cells)
+            _row(table, title, known_as, *cells)
             title = ""
     return _section(f"Acceptance length (tau){at}, tokens per verification", table)
 
