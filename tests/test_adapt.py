@@ -16,7 +16,7 @@ from draftloop.cli import main
 from draftloop.core.errors import InputError
 from draftloop.core.files import write_text
 from draftloop.drafter.build import new_drafter
-from draftloop.drafter.spec import spec_for
+from draftloop.drafter.families import spec_for
 from draftloop.formats.load import load_drafter
 from draftloop.recipe import DrafterPart
 from draftloop.recipe_file import load_recipe

@@ -15,7 +15,7 @@ from draftloop.cli import main
 from draftloop.core.errors import InputError
 from draftloop.data.trunk import response_trunk
 from draftloop.drafter.build import new_drafter
-from draftloop.drafter.spec import spec_for
+from draftloop.drafter.families import spec_for
 from draftloop.evaluate import compare as room
 from draftloop.evaluate.tau import acceptance, paired
 from draftloop.recipe import DrafterPart

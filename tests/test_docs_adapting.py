@@ -14,7 +14,7 @@ import draftloop
 from draftloop.cli import main
 from draftloop.core.files import write_text
 from draftloop.drafter.build import new_drafter
-from draftloop.drafter.spec import spec_for
+from draftloop.drafter.families import spec_for
 from draftloop.recipe import DrafterPart
 from draftloop.train import job
 from tests.test_adapt import SMALL, traffic
