@@ -266,6 +266,10 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(call, toy, tmp_path)
     turns = 24 + 6
     assert row.split()[4] == str(turns * 12)
     assert not (tmp_path / "run").exists()
+    told = json.loads(call(*GIVEN, "--out", tmp_path / "run", "--dry-run", "--json")[1])
+    assert told["prompts"] == {"train": 20, "validation": 2, "test": 2}
+    assert told["costs"][0]["tokens"] == turns * 12
+    assert told["costs"][1]["steps"] == 60
     assert (
         call(*GIVEN, "--out", tmp_path / "run", "--dry-run", "--minutes", "5", small=SMALL[2:])[1].count("5 min") >= 2
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -158,6 +159,16 @@ def test_every_row_says_which_drafter_it_is(toy, tmp_path, target, drafters):
     assert a["parameters"] == b["parameters"] == sum(p.numel() for p in drafters["a"].parameters())
     assert (a["block_size"], b["block_size"], none["block_size"], none["parameters"]) == (4, 6, 1, 0)
     assert len({one["identity"] for one in told["drafters"]}) == 3
+
+
+def test_a_drafter_without_weights_is_described_too():
+    """It may be no module at all; another setting is another drafter."""
+    few, many = (
+        room.entrant("ngram", SimpleNamespace(spec=SimpleNamespace(block_size=n, drafted=n - 1))) for n in (4, 8)
+    )
+    assert (few.parameters, few.block_size, few.made_for) == (0, 4, {})
+    assert few.identity != many.identity
+    room.check_entrants([few, many])
 
 
 # the command -----------------------------------------------------------------------------------------------------------

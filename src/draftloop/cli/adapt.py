@@ -77,7 +77,9 @@ def adapt(
         overrides=overrides or [],
     )
     if dry_run:
-        room.adapt_plan(recipe, out=out, say=say(as_json))
+        plan = room.adapt_plan(recipe, out=out, say=say(as_json))
+        if as_json:
+            print(json.dumps(plan, indent=2))
         return
     found = room.adapt(recipe, out=out, fresh=fresh, quiet=as_json, say=say(as_json))
     made, notes = _exports(found.folder, target) if found.better else ([], [])

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -109,8 +110,8 @@ def adapt(
     return Adapted(folder, read_summary(folder))
 
 
-def adapt_plan(recipe: Recipe, *, out: Path | None = None, say: Callable[[str], None] = print) -> None:
-    """Say what it would do and cost; loads target and drafter, writes nothing."""
+def adapt_plan(recipe: Recipe, *, out: Path | None = None, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Say what it would do and cost, and return that as JSON values; loads target and drafter, writes nothing."""
     (stage,) = recipe.stages
     say(
         f"{recipe.drafter.init} would learn {recipe.target.model} by {stage.method}, for at most"
@@ -118,4 +119,4 @@ def adapt_plan(recipe: Recipe, *, out: Path | None = None, say: Callable[[str], 
         f" validation prompts has not risen by more than {stage.stop.rise:g} in {stage.stop.patience} of"
         f" {stage.evaluations} walks."
     )
-    dry_run(recipe, out, say)
+    return dry_run(recipe, out, say)

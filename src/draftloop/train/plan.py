@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,16 @@ def eager_reason(stage: StagePart, target: Any, drafter: Any) -> str | None:
     return why_eager(stage.objective.kernel, [drafter.readout, target.readout], target.device)
 
 
-def dry_run(recipe: Recipe, out: Path | None, say: Callable[[str], None] = print) -> None:
+def dry_run(recipe: Recipe, out: Path | None, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Say what a run of this recipe would do and cost; loads its models, decodes a few tokens, writes nothing.
 
     Args:
         recipe: as for `train`.
         out: as for `train`.
         say: where sentences go.
+
+    Returns:
+        the same as JSON values: folder, begun, prompts by split, costs.
 
     Raises:
         InputError: any of the recipe's inputs cannot be used, or the directory holds another run.
@@ -84,8 +88,9 @@ def dry_run(recipe: Recipe, out: Path | None, say: Callable[[str], None] = print
     target = load_recipe_target(recipe.target)
     drafter, _ = load_recipe_drafter(recipe, target)
     say(f"{'A run is there, and would be gone on with' if found else 'The run would lie'} in {folder}.")
-    said = ", ".join(f"{len(prompts[name])} {name}" for name in SPLITS)
-    say(f"Prompts: {said}; those of validation and test take no part in training.")
+    counts = {name: len(prompts[name]) for name in SPLITS}
+    listed = ", ".join(f"{n} {name}" for name, n in counts.items())
+    say(f"Prompts: {listed}; those of validation and test take no part in training.")
     response = recipe.data.response
     longest = {"train": response.max_new_tokens}
     held_out = recipe.evaluate.max_new_tokens or response.max_new_tokens
@@ -94,8 +99,10 @@ def dry_run(recipe: Recipe, out: Path | None, say: Callable[[str], None] = print
     trunks = sum(response.samples if not _given(recipe, p) else 1 for p in prompts["train"])
     stages = [stage_cost(s, target, drafter, trunks, mean) for s in (found or recipe).stages]
     ends = recipe.evaluate.decode_prompts * 3 + recipe.evaluate.audit_prompts * 3
-    say(cost_sheet([answers, *stages, Cost("measure and audit", tokens=ends * held_out)]))
+    costs = [answers, *stages, Cost("measure and audit", tokens=ends * held_out)]
+    say(cost_sheet(costs))
     say("Answers seldom reach their greatest length: tokens and time of the first row are the most that they can be.")
+    return {"folder": str(folder), "begun": found is not None, "prompts": counts, "costs": [asdict(c) for c in costs]}
 
 
 def _given(recipe: Recipe, prompt: Prompt) -> bool:
