@@ -39,7 +39,7 @@ RUN_KEYS = (
 )  # fmt: skip
 STAGE_KEYS = ("name", "start", "cells", "steps", "labels", "seconds", "chosen_step", "split")
 README_STAGES = ("before", "sft", "specopd", "draft-opd", "sft-continued")
-STUDIES = ("quickstart", "specopd", "bundled")  # results/NAME.json; a run's study is what its name begins with
+STUDIES = ("quickstart", "specopd", "bundled", "adapt")  # results/NAME.json; a run's study is what its name begins with
 OPEN, SHUT = "<!-- results: derived by benchmarks/results.py -->\n", "<!-- /results -->\n"
 MARK = "<!-- derived by benchmarks/results.py; do not edit below -->\n"
 

@@ -44,6 +44,7 @@ def test_every_command_of_the_readme_exists(capsys):
         "docs/performance.md",
         "docs/attention.md",
         "docs/drafters.md",
+        "docs/adapting.md",
     ],
 )
 def test_links_lead_somewhere(page):

@@ -17,7 +17,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 if TYPE_CHECKING:
     from draftloop.api import (
+        adapt,
+        adapt_recipe,
         audit,
+        compare,
         evaluate,
         generate,
         generate_stream,
@@ -30,7 +33,10 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "adapt",
+    "adapt_recipe",
     "audit",
+    "compare",
     "evaluate",
     "generate",
     "generate_stream",

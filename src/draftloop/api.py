@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,20 +22,32 @@ from draftloop.decode.loop import check_confidence, decode, rounds
 from draftloop.decode.trace import Generation, Options, Request
 from draftloop.drafter.build import for_decoding
 from draftloop.evaluate import audit as _audit
+from draftloop.evaluate import speed as _speed
+from draftloop.evaluate.answers import evaluation_trunks
+from draftloop.evaluate.compare import compare
 from draftloop.evaluate.offline import offline
-from draftloop.evaluate.speed import compare
-from draftloop.evaluate.tau import Acceptance, Paired, acceptance, paired
+from draftloop.evaluate.tau import Acceptance, Paired, Response, Tally, acceptance, paired
 from draftloop.evaluate.walk import responses_of, walk
 from draftloop.formats.load import load_drafter
 from draftloop.formats.zlab import save_drafter
-from draftloop.recipe import DataPart, Recipe, ResponsePart
+from draftloop.recipe import Recipe
 from draftloop.recipe_file import load_recipe
 from draftloop.supervise.lesson import FeatureStore, Lesson
-from draftloop.supervise.responses import Prepared, prepare_trunks
+from draftloop.supervise.responses import Prepared
 from draftloop.target.load import load_target
 from draftloop.target.model import Target
+from draftloop.train.adapt import adapt, adapt_recipe
 from draftloop.train.job import train
-from draftloop.train.material import SPLITS, alone, answer_split, begin_run, find_run, load_recipe_target, read_splits
+from draftloop.train.material import (
+    SPLITS,
+    alone,
+    answer_split,
+    begin_run,
+    find_run,
+    load_recipe_target,
+    read_splits,
+    run_folder,
+)
 
 Ask = str | Sequence[Mapping[str, Any]]
 
@@ -78,12 +90,14 @@ class Evaluation:
         how: `walk` (fixed greedy trunks), `offline` (fixed trunks at any temperature) or `decode`.
         speed: plain and speculative tokens per second, round cost; None where nothing was decoded.
         against: the further drafters of an offline evaluation: acceptance, and how it differs from the first one's.
+        rows: of each drafter, what was counted (or, offline, is expected) of every response, as JSON objects.
     """
 
     acceptance: Acceptance
     how: Literal["walk", "offline", "decode"]
     speed: dict[str, Any] | None
     against: tuple[tuple[Acceptance, Paired], ...] = ()
+    rows: tuple[list[dict[str, Any]], ...] = ()
 
 
 def generate(
@@ -165,7 +179,7 @@ def prepare(recipe: Recipe, *, out: Path | None = None, quiet: bool = False) -> 
     Raises:
         InputError: the prompts or the target cannot be used.
     """
-    folder = out or Path(recipe.out or f"runs/{recipe.name}")
+    folder = run_folder(recipe, out)
     found = find_run(recipe, folder)
     prompts = read_splits(recipe)
     target = load_recipe_target(recipe.target)
@@ -237,34 +251,30 @@ def evaluate(
     read = read_prompts(list(prompts), Path("."), limit)
     served = for_decoding(drafter, target)
     if how != "decode":
-        target.check_length(max_new_tokens + 1)
-        data = DataPart(
-            max_prompt_tokens=max(1, target.context_limit - max_new_tokens),
-            template_kwargs=dict(template_kwargs or {}),
-            response=ResponsePart(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p),
+        trunks = evaluation_trunks(
+            target,
+            read,
+            prompts,
+            folder,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            seed=seed,
+            template_kwargs=template_kwargs,
+            advance=advance,
         )
-        name = "-".join(Path(str(p)).stem.replace(":", "-") for p in prompts)[:80]
-        if how == "offline":
-            name += f"-t{temperature:g}-k{top_k}-p{top_p:g}"
-        trunks = prepare_trunks(target, read, data, folder / f"{name}.jsonl", seed=seed, advance=advance)
-        if trunks.too_long:
-            raise InputError(
-                f"{len(trunks.too_long)} prompts with {max_new_tokens} new tokens do not fit into the target's"
-                f" context of {target.context_limit} tokens",
-                where=trunks.too_long[0],
-                fix="Lower max_new_tokens, or leave these prompts out.",
-            )
         if how == "walk":
             store = FeatureStore(target, served.spec.target_layers, 0)
-            steps = walk(served, [Lesson(t) for t in trunks.trunks], store, confidence=confidence)
-            return Evaluation(acceptance(steps), "walk", None)
+            walked = walk(served, [Lesson(t) for t in trunks], store, confidence=confidence)
+            return Evaluation(acceptance(walked), "walk", None, rows=(_rows("walk", walked),))
         arms = [served, *(for_decoding(other, target) for other in against)]
-        first, *others = offline(target, arms, trunks.trunks, options)
-        compared = tuple((acceptance(other), paired(first, other)) for other in others)
-        return Evaluation(acceptance(first), "offline", None, compared)
+        found = offline(target, arms, trunks, options)
+        compared = tuple((acceptance(other), paired(found[0], other)) for other in found[1:])
+        return Evaluation(
+            acceptance(found[0]), "offline", None, compared, tuple(_rows("offline", one) for one in found)
+        )
     requests = _requests(target, [list(p.question) for p in read], template_kwargs or {}, read)
     named = [(p.id, p.set, request) for p, request in zip(read, requests, strict=True)]
-    plain, timed = compare(target, [("drafter", served)], named, options, advance=advance)
+    plain, timed = _speed.compare(target, [("drafter", served)], named, options, advance=advance)
     speed = {
         "batch_size": batch_size,
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -273,7 +283,7 @@ def evaluate(
         "plain": {"tokens_per_s": plain.tokens_per_s, "ms_per_token": plain.ms_per_round},
         "arms": [timed[0].to_json()],
     }
-    return Evaluation(timed[0].acceptance, "decode", speed)
+    return Evaluation(timed[0].acceptance, "decode", speed, rows=(_rows("decode", timed[0].responses),))
 
 
 def audit(
@@ -325,6 +335,10 @@ def _requests(
     return out
 
 
+def _rows(kind: str, responses: Sequence[Response | Tally]) -> list[dict[str, Any]]:
+    return [{"kind": kind, **asdict(one)} for one in responses]
+
+
 def _served(drafter: Any | None, target: Target) -> Any | None:
     return for_decoding(drafter, target) if drafter is not None else None
 
@@ -339,7 +353,10 @@ __all__ = [
     "Evaluation",
     "Piece",
     "Reply",
+    "adapt",
+    "adapt_recipe",
     "audit",
+    "compare",
     "evaluate",
     "generate",
     "generate_stream",

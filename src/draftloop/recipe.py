@@ -32,6 +32,9 @@ class DataPart(Part):
     train: list[str] = Field(default_factory=list, description="prompt files; `builtin:train` = the ones we ship")
     validation: list[str] = Field(default_factory=list, description="choose the checkpoint; empty = split off train")
     test: list[str] = Field(default_factory=list, description="reported once, at the end; empty = split off train")
+    held_out: int | None = Field(
+        None, ge=1, description="most prompts split off for validation, and as many for test; default: a tenth of train"
+    )
     limit: int | None = Field(None, ge=1, description="use at most this many prompts of each split")
     max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are left out (and counted)")
     template_kwargs: dict[str, Any] = Field(default_factory=dict, description="passed to the chat template")
@@ -238,6 +241,18 @@ class OptimiserPart(Part):
     final: float = Field(0.0, ge=0, le=1, description="cosine, wsd: where the learning rate ends, as a share of lr")
 
 
+class StopPart(Part):
+    """When a stage ends before its last step."""
+
+    patience: int | None = Field(
+        None,
+        ge=1,
+        description="end after so many validation walks in a row without a better tau; the drafter that the stage "
+        "begins with is walked first and counts. null = never",
+    )
+    rise: float = Field(0.0, ge=0, description="how much higher tau must be, in tokens, to count as better")
+
+
 class StagePart(Part):
     """One row of the method table, trained for a number of steps or minutes."""
 
@@ -275,6 +290,7 @@ class StagePart(Part):
         16, ge=1, description="blocks trained per sequence and forward (anchors: all ignores it)"
     )
     evaluations: int = Field(5, ge=1, description="validation walks in this stage, evenly spread, the last at its end")
+    stop: StopPart = Field(default_factory=StopPart)
     checkpoint_every: int | None = Field(
         None, ge=1, description="steps between checkpoints; default: at every validation"
     )

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout
 from typing import Any
 
-from draftloop.cli import bench, export, measure, parity, serve, train  # noqa: F401  (importing a file registers it)
+from draftloop.cli import adapt, bench, export, measure, parity, serve, train  # noqa: F401  (importing a file registers it)
 from draftloop.cli.app import app
 from draftloop.core.errors import DraftloopError, EnvironmentFault
 from draftloop.core.ranks import follows, has_the_word

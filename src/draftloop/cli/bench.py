@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from draftloop.cli.app import AsJson, Files, Trust, app
+from draftloop.cli.rows import row_writer
 from draftloop.core.errors import EnvironmentFault, InputError
-from draftloop.core.files import writing_fault
 
 LEVELS = [1, 2, 4, 8, 16, 32]
 
@@ -64,8 +63,7 @@ def bench(
     head = {"kind": "bench", "prompts": [Path(name).name for name in prompts], "requests": requests}
     head |= {"max_new_tokens": max_new_tokens, "concurrencies": levels, "prompts_as": "token ids" if target else "chat"}
     with ExitStack() as stack:
-        # row by row, so that a killed bench has kept what it measured
-        write = _writer(stack, out, {**head, **_machine()})
+        write = row_writer(stack, out, {**head, **_machine()})
         advance = stack.enter_context(reporting("bench", unit="requests", silent=as_json))
         rows = run(
             arms,
@@ -86,27 +84,6 @@ def bench(
         what = f"{failed} of {sum(one['requests'] for one in found)} requests failed"
         why = next(row["error"] for row in rows if row["kind"] == "request" and row["error"])
         raise EnvironmentFault(f"{what} (first: {why})", where=url, fix="Look into the servers' logs.")
-
-
-def _writer(stack: ExitStack, out: Path | None, head: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
-    """A function that writes one row to `out`, made with the first row and headed by `head`; to nowhere without it."""
-    if out is None:
-        return lambda row: None
-    if out.exists():
-        raise InputError("there is such a file already, and it is not overwritten", where=str(out), fix="Name another.")
-    opened: list[TextIO] = []
-
-    def write(row: dict[str, Any]) -> None:
-        try:
-            if not opened:
-                out.parent.mkdir(parents=True, exist_ok=True)
-                opened.append(stack.enter_context(out.open("x", encoding="utf-8", buffering=1)))
-                opened[0].write(json.dumps(head) + "\n")
-            opened[0].write(json.dumps(row) + "\n")
-        except OSError as error:
-            raise writing_fault(error, out) from error
-
-    return write
 
 
 def _asks(prompts: list[str], limit: int | None, target: str | None, trust: bool) -> list[Any]:

@@ -38,11 +38,43 @@ def export(
 
         draftloop export runs/mine --for vllm --target Qwen/Qwen3-8B
     """
+    from draftloop.formats.serving import TITLES
+
+    made, name, notes = exported(run, engine, form, out, target)
+    if as_json:
+        commands = {each: list(command) for each, command in made.commands.items()}
+        facts = {"folder": str(made.folder), "form": made.form, "target": name, "files": list(made.files)}
+        print(json.dumps({**facts, "commands": commands, "notes": notes}, indent=2))
+        return
+    print(f"Exported to {made.folder} ({', '.join(made.files)}).")
+    for each, command in made.commands.items():
+        print(f"\n{TITLES[each]}:\n  {shlex.join(command)}")
+    for note in notes:
+        print(f"\nNote: {note}")
+
+
+def exported(
+    run: Path,
+    engine: Literal["vllm", "sglang", "both"],
+    form: str | None = None,
+    out: Path | None = None,
+    target: str | None = None,
+    *,
+    known: bool = False,
+) -> tuple[Any, str | None, list[str]]:
+    """Export, for the command line.
+
+    Args:
+        run, engine, form, out, target: as the command takes them.
+        known: the target is certainly the one that the drafter was trained on, so it is not loaded to be compared.
+
+    Returns:
+        the export, the target's name, what somebody who serves should read.
+    """
     from draftloop.drafter.ngram import refuse_ngram
     from draftloop.formats.export import export as run_export
     from draftloop.formats.history import objective_of, read_history
     from draftloop.formats.load import load_drafter
-    from draftloop.formats.serving import TITLES
     from draftloop.formats.target_config import check_target_folder
     from draftloop.formats.writers import writer_of
 
@@ -52,7 +84,7 @@ def export(
     name = engine_target(target or drafter.spec.made_for.get("target"))
     if name is not None:
         check_target_folder(drafter.spec, name)
-    unsure = _unlike(name, drafter.spec.made_for)
+    unsure = "" if known else _unlike(name, drafter.spec.made_for)
     own = form is None or form == writer_of(drafter.spec)[1]
     place = f"export-{engine}" if own else f"export-{engine}-{form}"
     made = run_export(
@@ -65,17 +97,7 @@ def export(
         history=read_history(run),
         objective=objective_of(folder),
     )
-    notes = [*made.notes, *([unsure] if unsure else [])]
-    if as_json:
-        commands = {each: list(command) for each, command in made.commands.items()}
-        facts = {"folder": str(made.folder), "form": made.form, "target": name, "files": list(made.files)}
-        print(json.dumps({**facts, "commands": commands, "notes": notes}, indent=2))
-        return
-    print(f"Exported to {made.folder} ({', '.join(made.files)}).")
-    for each, command in made.commands.items():
-        print(f"\n{TITLES[each]}:\n  {shlex.join(command)}")
-    for note in notes:
-        print(f"\nNote: {note}")
+    return made, name, [*made.notes, *([unsure] if unsure else [])]
 
 
 def _unlike(name: str | None, made_for: dict[str, Any]) -> str:

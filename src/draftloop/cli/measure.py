@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,6 +12,8 @@ import typer
 from rich.console import Console
 
 from draftloop.cli.app import AsJson, EngineName, Files, TargetName, Trust, app, drafter_folder
+from draftloop.cli.compare import compare as side_by_side
+from draftloop.cli.rows import check_new, head_of, row_writer
 from draftloop.core.errors import EnvironmentFault, InputError
 
 Confidence = Annotated[
@@ -22,7 +25,8 @@ Confidence = Annotated[
 @app.command()
 def evaluate(
     drafters: Annotated[
-        list[Path], typer.Argument(help="A drafter folder, or a run directory; several to compare with --offline.")
+        list[str],
+        typer.Argument(help="A drafter folder, or a run directory; several with --compare or --offline."),
     ],
     prompts: Files = ["builtin:test"],  # noqa: B006  (typer reads the default, nothing writes to it)
     target: TargetName = "smollm2",
@@ -30,7 +34,13 @@ def evaluate(
     offline: Annotated[
         bool, typer.Option("--offline", help="Average over decoding, on answers drawn once: exact at any temperature.")
     ] = False,
-    temperature: Annotated[float, typer.Option(min=0, help="With --offline or --decode; 0 = greedy.")] = 0.0,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Drafters side by side: tau, speed, a picture; none = plain decoding.")
+    ] = False,
+    temperature: Annotated[
+        list[float],
+        typer.Option(min=0, help="With --offline, --decode or --compare, which takes several; 0 = greedy."),
+    ] = [0.0],  # noqa: B006
     top_k: Annotated[int, typer.Option(min=0, help="The target draws from so many likely tokens; 0 = all.")] = 0,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Or from the likely tokens of this mass; 1 = all.")] = 1.0,
     rule: Annotated[
@@ -39,33 +49,70 @@ def evaluate(
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 128,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 1,
     confidence: Confidence = None,
+    decode_prompts: Annotated[
+        int, typer.Option(min=0, help="With --compare: prompts decoded for real, for speed; 0 = none.")
+    ] = 8,
     limit: Annotated[int | None, typer.Option(min=1, help="Use at most this many prompts.")] = None,
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="Of the target.")] = "auto",
     cache: Annotated[Path, typer.Option(help="Where the target's answers are kept.")] = Path("runs/evaluate"),
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the raw rows there, as JSON lines.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="With --compare: the picture, a PNG (default: beside the rows or the answers).")
+    ] = None,
     engine: EngineName = "auto",
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Acceptance length, per-position acceptance and (with --decode) speed of a drafter on prompt files.
 
-    Answers are kept, so the next drafter takes seconds. Example, two drafters at temperature 1:
+    Answers are kept, so the next drafter takes seconds. Two drafters at temperature 1, paired; and three side by side,
+    with their speeds beside plain decoding:
 
         draftloop evaluate runs/a runs/b --offline --temperature 1 --rule ratio
+        draftloop evaluate --compare bundled runs/a none --prompts heldout.jsonl --out rows.jsonl
     """
+    if compare:
+        if offline or decode:
+            what = "--compare already takes tau offline and speed by decoding"
+            raise InputError(what, where="--offline" if offline else "--decode", fix="Leave it out.")
+        return side_by_side(
+            drafters,
+            prompts,
+            target=target,
+            dtype=dtype,
+            engine=engine,
+            trust_remote_code=trust_remote_code,
+            cache=cache,
+            out=out,
+            plot=plot,
+            as_json=as_json,
+            temperatures=list(dict.fromkeys(temperature)),
+            top_k=top_k,
+            top_p=top_p,
+            rule=rule,
+            max_new_tokens=max_new_tokens,
+            decode_prompts=decode_prompts,
+            batch_size=batch_size,
+            limit=limit,
+        )
     from draftloop import api
     from draftloop.evaluate.table import evaluation_table, gain_sentence, saving_sentence
     from draftloop.train.progress import reporting
 
     if offline and decode:
         raise InputError("--offline decodes nothing and --decode does", where="--decode", fix="Give one of them.")
-    if temperature and not (decode or offline):
+    if len(temperature) > 1:
+        fix = "Add --compare, or give one temperature."
+        raise InputError("several temperatures are compared side by side only", where="--temperature", fix=fix)
+    if temperature[0] and not (decode or offline):
         fix = "Add --offline or --decode."
         raise InputError("the exact walk is for temperature 0", where="--temperature", fix=fix)
     if len(drafters) > 1 and not offline:
-        raise InputError("several drafters are compared offline only", where=str(drafters[1]), fix="Add --offline.")
+        raise InputError("several drafters are compared", where=drafters[1], fix="Add --compare (or --offline).")
+    check_new(out)
     loaded = api.load_target(target, dtype=dtype, trust_remote_code=trust_remote_code)
     loaded.engine = engine
-    model, *others = [api.load_drafter(drafter_folder(one), loaded) for one in drafters]
+    model, *others = [api.load_drafter(drafter_folder(Path(one)), loaded) for one in drafters]
     with reporting("evaluate", unit="responses", silent=as_json) as advance:
         found = api.evaluate(
             loaded,
@@ -75,7 +122,7 @@ def evaluate(
             how="decode" if decode else "offline" if offline else "walk",
             against=others,
             max_new_tokens=max_new_tokens,
-            temperature=temperature,
+            temperature=temperature[0],
             top_k=top_k,
             top_p=top_p,
             rule=rule,
@@ -84,6 +131,11 @@ def evaluate(
             limit=limit,
             advance=advance,
         )
+    with ExitStack() as stack:
+        write = row_writer(stack, out, head_of("evaluate", loaded))
+        for name, rows in zip(drafters, found.rows, strict=True):
+            for row in rows:
+                write({**row, "drafter": name, "temperature": temperature[0]})
     if as_json:
         facts: dict[str, Any] = {"how": found.how, "acceptance": found.acceptance.to_json(), "speed": found.speed}
         if offline:

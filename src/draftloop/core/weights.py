@@ -5,10 +5,12 @@ Knows no model class.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -105,6 +107,15 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         if tensor.is_floating_point() and not bool(torch.isfinite(wide).all()):
             raise InputError(f"tensor {name} holds NaN or infinity", where=str(path), fix="Use an earlier checkpoint.")
     return tensors
+
+
+def tensors_fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """16 hex digits of names, types, shapes and every bit of the values, in whatever order they come."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:

@@ -266,7 +266,7 @@ def shape_for(part: DrafterPart, target: Any, layers: tuple[int, ...], depth: in
         "rope_theta": float(rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0),
         "norm_eps": float(getattr(config, "rms_norm_eps", None) or 1e-6),
         "max_positions": positions,
-        "made_for": {"target": target.name, "target_fingerprint": target.fingerprint},
+        "made_for": made_for(target),
     }
 
 
@@ -293,6 +293,11 @@ def mask_for(part: DrafterPart, target: Any) -> dict[str, Any]:
     )
     unused = stand_in(target.tokenizer, target.eos_ids, target.vocab_size) if mask is None else mask
     return {"mask_token_id": unused, "learned_mask": mask is None}
+
+
+def made_for(target: Any) -> dict[str, Any]:
+    """The facts about a target that a drafter trained for it keeps."""
+    return {"target": target.name, "target_fingerprint": target.fingerprint}
 
 
 def check_fits(spec: DrafterSpec, target: Any, where: str) -> None:

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from draftloop.core.draws import key_of
+from draftloop.data.trunk import Trunk
 from draftloop.decode.loop import Decoder
 from draftloop.decode.trace import Generation, Options, Request
-from draftloop.evaluate.tau import Acceptance, acceptance
+from draftloop.evaluate.tau import Acceptance, Response, acceptance
 from draftloop.evaluate.walk import responses_of
 
 
@@ -48,7 +50,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class SpeedArm:
-    """Speculative decoding with one drafter against plain decoding; `rows` are the raw ones, a prompt each."""
+    """Speculative decoding with one drafter against plain decoding; `responses` are what was counted, a prompt each."""
 
     name: str
     acceptance: Acceptance
@@ -56,7 +58,12 @@ class SpeedArm:
     ms_per_round: float
     round_cost: float
     speedup: float
-    rows: list[dict[str, Any]]
+    responses: list[Response]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The raw rows."""
+        return [{"kind": "decode", "arm": self.name, **asdict(response)} for response in self.responses]
 
     def to_json(self) -> dict[str, Any]:
         """The arm as summary.json wants it."""
@@ -70,6 +77,16 @@ class SpeedArm:
             "speedup": self.speedup,
             "sets": {name: part.to_json() for name, part in self.acceptance.sets.items()},
         }
+
+
+def spread(trunks: Sequence[Trunk], count: int) -> list[tuple[str, str, Request]]:
+    """The prompts of so many trunks, an equal share of every set, as `compare` takes them."""
+    sets: dict[str, list[tuple[str, str, Request]]] = {}
+    for trunk in trunks:
+        sets.setdefault(trunk.set, []).append((trunk.id, trunk.set, Request(trunk.prompt, key_of(trunk.id))))
+    longest = max(map(len, sets.values()), default=0)
+    turns = [group[i] for i in range(longest) for group in sets.values() if i < len(group)]
+    return turns[:count]
 
 
 def compare(
@@ -121,7 +138,7 @@ def compare(
                 timed.ms_per_round,
                 timed.ms_per_round / plain.ms_per_round,
                 timed.tokens_per_s / plain.tokens_per_s,
-                [{"kind": "decode", "arm": name, **asdict(row)} for row in responses],
+                responses,
             )
         )
     return plain, out

@@ -14,6 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from draftloop.evaluate.compare import ALL, PLAIN, Comparison, Contest, tail
 from draftloop.evaluate.summary import Arm, BlockSplit, Decoding, Summary
 from draftloop.evaluate.tau import Acceptance, Paired
 
@@ -57,6 +58,76 @@ def gain_sentence(gain: Paired, name: str, first: str) -> str:
         f" {gain.ratio:.3f}x [{gain.interval[0]:.3f}, {gain.interval[1]:.3f}], paired over {gain.responses} responses"
     )
     return f"{text}." if low > 0 or high < 0 else f"{text}: these prompts cannot tell the two apart."
+
+
+def comparison_tables(comparison: Comparison) -> RenderableType:
+    """Lay out drafters side by side: who they are, tau by prompt set and speed at each temperature."""
+    several = len(comparison.contests) > 1
+    parts: list[RenderableType] = []
+    for contest in comparison.contests:
+        at = f" at temperature {contest.temperature:g}" if several or contest.temperature else ""
+        parts += [_contest_section(contest, at), Text()]
+        first = contest.standings[0].name
+        others = [one for one in contest.standings if one.gains]
+        parts += [Text("\n".join(gain_sentence(one.gains[ALL], one.name, first) for one in others)), Text()]
+    parts += [_entrant_section(comparison), Text()]
+    for one in comparison.entrants:
+        made = one.made_for.get("target_fingerprint")
+        if made not in (None, comparison.target["fingerprint"]):
+            line = f"{one.name} was made for {one.made_for.get('target')} ({made}), not for this target."
+            parts += [Text(f"{line} `draftloop adapt` would let it learn this one.")]
+    return Group(*parts)
+
+
+def _contest_section(contest: Contest, at: str) -> RenderableType:
+    """A row per prompt set and drafter, as many of either as there are."""
+    first = contest.standings[0]
+    cut = [tail(one.name, 16) for one in contest.standings]
+    names = cut if len(set(cut)) == len(cut) else [one.name for one in contest.standings]
+    table = _table("set", "drafter", "tau\npooled", "95 %", "tau\nmean", "to the\nfirst", "95 %", names=2)
+    for name in [ALL, *first.acceptance.sets] if len(first.acceptance.sets) > 1 else [ALL]:
+        title = name
+        for known_as, one in zip(names, contest.standings, strict=True):
+            part = one.acceptance if name == ALL else one.acceptance.sets.get(name)
+            if part is None:
+                continue
+            gain = one.gains.get(name)
+            change = f"{gain.difference:+.2f}" if gain else ""
+            sure = "[{:+.2f}, {:+.2f}]".format(*gain.difference_interval) if gain else ""
+            cells = (f"{part.tau_pooled:.2f}", interval_text(part.interval), f"{part.tau_mean:.2f}", change, sure)
+            _row(table, title, known_as, *cells)
+            title = ""
+    return _section(f"Acceptance length (tau){at}, tokens per verification", table)
+
+
+def _entrant_section(comparison: Comparison) -> RenderableType:
+    """Parameters, block and speed of each drafter; where speed was measured, beside plain decoding."""
+    decoded = [one.plain["prompts"] for one in comparison.contests if one.plain is not None]
+    table = _table("drafter", "parameters", "block", "T", "tau", "tokens/s", "round\ncost", "against\nplain")
+    named = {one.name: one for one in comparison.entrants}
+    for contest in comparison.contests:
+        rows = [(one.name, one.speed) for one in contest.standings]
+        if contest.plain is not None and PLAIN not in named:
+            rows.insert(0, (PLAIN, contest.plain))
+        for name, speed in rows:
+            one = named.get(name)
+            drafts = one is not None and one.drafter is not None
+            facts = (short(one.parameters), str(one.block_size)) if one is not None and drafts else ("", "")
+            cells = ("", "", "", "")
+            if speed is not None:
+                verdict = f"{speed['speedup']:.2f}x{' SLOWER' if speed['speedup'] < 1.0 else ''}" if drafts else ""
+                cells = (
+                    f"{speed['tau_pooled']:.2f}",
+                    f"{speed['tokens_per_s']:.1f}",
+                    f"{speed['round_cost']:.2f}",
+                    verdict,
+                )
+            _row(table, "none (plain)" if name == PLAIN else name, *facts, f"{contest.temperature:g}", *cells)
+    if not decoded:
+        return _section("Drafters; nothing was decoded for speed", table)
+    how = f"{decoded[0]} prompts, batch size {comparison.settings['batch_size']}, {comparison.target['dtype']}"
+    note = "tau here is that of the prompts decoded; a drafter pays where it is above its round cost"
+    return _section(f"Decoding for real ({how})", table, note)
 
 
 def summary_tables(summary: Summary) -> RenderableType:
@@ -132,6 +203,17 @@ def lossless_sentence(summary: Summary) -> str:
     differing = [f"{arm.name}, first at {place(arm.first_difference)}" for arm in audit.arms if not arm.equal]
     where = f": {'; '.join(differing)}" if differing else ""
     return f"NOT LOSSLESS: speculative output differs from plain greedy decoding{where} {size}."
+
+
+def cost_sentence(summary: Summary) -> str:
+    """Say what a run cost: its time, and how much of it went into training."""
+    trained = summary.stages[1:]
+    steps, labels = sum(stage.steps for stage in trained), sum(stage.labels for stage in trained)
+    spent = duration(sum(stage.seconds for stage in trained))
+    return (
+        f"It cost {duration(summary.seconds)} in all: {spent} of training ({count(steps)} steps,"
+        f" {short(labels)} supervised positions), the rest answers, measuring and the audit."
+    )
 
 
 def _arm_sentence(arm: Arm, decoding: Decoding) -> str:

@@ -82,6 +82,7 @@ def load_drafter(
     *,
     dtype: torch.dtype | None = None,
     block_size: int | None = None,
+    to_train: bool = False,
 ) -> Any:
     """Read a drafter from a checkpoint folder, ours or a published one, in z-lab's form or in speculators'.
 
@@ -96,6 +97,7 @@ def load_drafter(
         target: a `Target` to check against, move to and bind to; None leaves the drafter unbound on the CPU.
         dtype: of the weights; None = as stored (train in float32; `for_decoding` gives the target's).
         block_size: B of a native head, which has none of its own; default 4.
+        to_train: it is about to learn this target, so it is no matter which one it was trained for.
 
     Returns:
         the drafter, trainable. Its `spec.made_for` is what the file says.
@@ -147,7 +149,7 @@ def load_drafter(
     if target is None:
         return drafter
     known = spec.made_for.get("target_fingerprint")
-    if known is not None and known != target.fingerprint:
+    if known is not None and known != target.fingerprint and not to_train:
         warnings.warn(
             f"{folder}: the drafter was made for {spec.made_for.get('target')} ({known}), the target is {target.name} "
             f"({target.fingerprint}); output stays exact, but fewer tokens may be accepted",

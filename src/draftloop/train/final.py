@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 
-from draftloop.core.draws import key_of
 from draftloop.core.files import write_text
 from draftloop.core.law import Sampling
-from draftloop.decode.trace import Options, Request
+from draftloop.decode.trace import Options
 from draftloop.drafter.build import for_decoding
 from draftloop.drafter.ngram import NAME as NGRAM
 from draftloop.drafter.ngram import NgramSpec, ngram_drafter
 from draftloop.drafter.spec import DFlashSpec, has_learned_mask
 from draftloop.evaluate.audit import Audit, audit
-from draftloop.evaluate.speed import compare
+from draftloop.evaluate.speed import compare, spread
 from draftloop.evaluate.summary import acceptance_fields, write_summary
 from draftloop.evaluate.tau import Response, acceptance, paired
 from draftloop.evaluate.walk import walk
@@ -99,15 +98,6 @@ def _served(material: Material, tensors: dict[str, torch.Tensor]) -> Any:
     return for_decoding(material.drafter, material.target)
 
 
-def _requests(material: Material, count: int) -> list[tuple[str, str, Request]]:
-    """Test prompts, an equal share of every set."""
-    sets: dict[str, list[tuple[str, str, Request]]] = {}
-    for trunk in material.prepared["test"].trunks:
-        sets.setdefault(trunk.set, []).append((trunk.id, trunk.set, Request(trunk.prompt, key_of(trunk.id))))
-    turns = [group[i] for i in range(max(map(len, sets.values()))) for group in sets.values() if i < len(group)]
-    return turns[:count]
-
-
 def _length(material: Material) -> int:
     recipe = material.recipe
     return recipe.evaluate.max_new_tokens or recipe.data.response.max_new_tokens
@@ -115,7 +105,7 @@ def _length(material: Material) -> int:
 
 def _decoding(material: Material, delivered: StageOutcome) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
     """Real decoding at batch 1, the first and the delivered drafter against plain."""
-    wanted = _requests(material, material.recipe.evaluate.decode_prompts)
+    wanted = spread(material.prepared["test"].trunks, material.recipe.evaluate.decode_prompts)
     if not wanted:
         return None, []
     drafters = [
@@ -140,7 +130,8 @@ def _decoding(material: Material, delivered: StageOutcome) -> tuple[dict[str, An
 
 def _audit(material: Material, delivered: StageOutcome) -> Audit | None:
     """Greedy equality in float32, on the very weights that were trained with."""
-    wanted = [(prompt, request) for prompt, _, request in _requests(material, material.recipe.evaluate.audit_prompts)]
+    chosen = spread(material.prepared["test"].trunks, material.recipe.evaluate.audit_prompts)
+    wanted = [(prompt, request) for prompt, _, request in chosen]
     if not wanted:
         return None
     target, twin = material.target, material.drafter

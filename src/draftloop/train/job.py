@@ -23,14 +23,14 @@ from draftloop.drafter.spec import has_learned_mask
 from draftloop.evaluate.report import write_report
 from draftloop.formats.mask_vector import MASK
 from draftloop.formats.zlab import save_drafter
-from draftloop.objective.fused import why_eager
-from draftloop.recipe import Recipe, StagePart
+from draftloop.recipe import Recipe
 from draftloop.recipe_file import dump_recipe
 from draftloop.train.checkpoint import State, load
 from draftloop.train.final import conclude
-from draftloop.train.material import Material, find_run, gather
+from draftloop.train.material import Material, find_run, gather, run_folder
 from draftloop.train.metrics import MetricsLog, SilentLog
-from draftloop.train.progress import Cost, cost_sheet
+from draftloop.train.plan import eager_reason, stage_cost
+from draftloop.train.progress import cost_sheet
 from draftloop.train.stage import StageOutcome, StageRun
 
 Say = Callable[[str], None]
@@ -71,7 +71,7 @@ def train(
             where="stages",
             fix="Set one of them to null; in the recipe.yaml of a run, steps are what its minutes came to.",
         )
-    folder = out or Path(recipe.out or f"runs/{recipe.name}")
+    folder = run_folder(recipe, out)
     with together(recipe.target.device) as ranks:
         say = say if ranks.first else _silence
         found, complete = ranks.once(lambda: _found(recipe, folder, fresh))
@@ -108,7 +108,10 @@ def _run(material: Material, began: float, say: Say) -> None:
     if how := _kernels(material):
         say(how)
     material.read_ahead()
-    say(cost_sheet([_cost(material, stage) for stage in material.recipe.stages]))
+    trunks = material.prepared["train"].trunks
+    mean = sum(map(len, trunks)) / len(trunks)
+    sizes = (material.target, material.drafter, len(trunks), mean)
+    say(cost_sheet([stage_cost(stage, *sizes) for stage in material.recipe.stages]))
     earlier = _seconds(folder)
     outcomes = _stages(material, say, earlier - began)
     if material.ranks.first:
@@ -148,6 +151,12 @@ def _size_up(material: Material) -> str:
         f" {count / 1e6:.1f} M parameters, {spec.layers} layers, taps {list(spec.target_layers)},"
         f" block {spec.block_size}."
     ]
+    if material.made_before.get("target_fingerprint", target.fingerprint) != target.fingerprint:
+        before = material.made_before
+        lines.append(
+            f"The drafter was made for {before.get('target')} ({before['target_fingerprint']}); from here on it learns"
+            f" {target.name} ({target.fingerprint})."
+        )
     if has_learned_mask(spec):
         part = material.recipe.drafter
         chosen = part.init is None and part.mask_token is None
@@ -168,16 +177,11 @@ def _size_up(material: Material) -> str:
     return "\n".join(lines)
 
 
-def _why_eager(material: Material, stage: StagePart) -> str | None:
-    heads = [material.drafter.readout, material.target.readout]
-    return why_eager(stage.objective.kernel, heads, material.target.device)
-
-
 def _kernels(material: Material) -> str:
     """How each stage's loss is computed, where there is a choice."""
     lines = []
     for stage in material.recipe.stages:
-        reason = _why_eager(material, stage)
+        reason = eager_reason(stage, material.target, material.drafter)
         if material.target.device.type == "cuda" or reason is None:
             how = (
                 "by Triton kernels"
@@ -186,33 +190,6 @@ def _kernels(material: Material) -> str:
             )
             lines.append(f"Stage {stage.name}: readout and loss {how}.")
     return "\n".join(lines)
-
-
-def _cost(material: Material, stage: StagePart) -> Cost:
-    """What a stage will cost, as far as it is known before it runs."""
-    trunks = material.prepared["train"].trunks
-    mean = sum(map(len, trunks)) / len(trunks)
-    steps = stage.steps or 0
-    tokens = 0
-    if stage.trunks == "rollout":
-        size = min(stage.rollout.prompts or len(trunks), len(trunks))
-        tokens += round(-(-max(steps, 1) // stage.rollout.refresh_every) * size * mean)
-    sources = set(stage.mixture)
-    anew = {"redraft", "sampled"} | ({"recorded"} if stage.rollout.teacher == "recompute" else set())
-    for _ in sources & anew:
-        branches = stage.anchors_per_sequence * max(0, material.drafter.spec.drafted - 1)
-        tokens += round(steps * stage.accumulate * stage.batch_size * (mean + branches))
-    weights = sum(p.numel() for p in material.drafter.parameters()) * 4
-    vocabulary = material.target.vocab_size * 4
-    chunk = stage.objective.chunk if _why_eager(material, stage) else 0
-    return Cost(
-        stage.name,
-        steps,
-        tokens,
-        disk_bytes=weights * 5,  # a checkpoint: weights, two moments, the best ones; and the stage's result
-        memory_bytes=weights * 5 + chunk * vocabulary * 3,
-        seconds=stage.minutes * 60 if stage.minutes else None,
-    )
 
 
 def _stages(material: Material, say: Say, clock: float) -> list[StageOutcome]:
@@ -245,6 +222,11 @@ def _stages(material: Material, say: Say, clock: float) -> list[StageOutcome]:
             say(
                 f"Stage {part.name}: validation tau {outcome.tau:.3f} at step {outcome.chosen_step} of {outcome.steps}."
             )
+            if run.stopped:
+                say(
+                    f"Stage {part.name} ended at step {outcome.steps} of {part.steps}: tau on validation had not risen"
+                    f" by more than {part.stop.rise:g} in {part.stop.patience} walks."
+                )
     return done
 
 

@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from draftloop.data.prompts import Prompt, read_prompts, split
 from draftloop.drafter.build import meet_answers, new_drafter
 from draftloop.drafter.families import spec_for
 from draftloop.drafter.ngram import refuse_ngram
+from draftloop.drafter.spec import made_for
 from draftloop.formats.load import load_drafter
 from draftloop.learn.update import confidence_weight
 from draftloop.objective.fused import why_eager
@@ -61,6 +62,7 @@ class Material:
         store: where features come from.
         quiet: no progress.
         ranks: the processes that train together; the run directory is the first one's to write.
+        made_before: what a drafter that was given says of the target that it was made for; else nothing.
     """
 
     recipe: Recipe
@@ -72,6 +74,7 @@ class Material:
     store: FeatureStore
     quiet: bool = False
     ranks: Ranks = field(default_factory=Ranks)
+    made_before: dict[str, Any] = field(default_factory=dict)
     lessons: dict[str, list[Lesson]] = field(init=False)
 
     def hold(self, lock: ExitStack) -> None:
@@ -129,6 +132,11 @@ class Material:
     def overlap(self) -> Overlap:
         """N-grams that the test prompts share with the training prompts."""
         return ngram_overlap([p.text for p in self.prompts["train"]], [p.text for p in self.prompts["test"]])
+
+
+def run_folder(recipe: Recipe, out: Path | None) -> Path:
+    """The run directory: the one that is asked for, else the recipe's, else runs/NAME."""
+    return out or Path(recipe.out or f"runs/{recipe.name}")
 
 
 def find_run(recipe: Recipe, folder: Path, *, fresh: bool = False) -> Recipe | None:
@@ -231,14 +239,7 @@ def gather(recipe: Recipe, folder: Path, *, new: bool, quiet: bool = False, rank
     refuse_ngram(recipe.drafter.init, "be trained", "drafter.init")
     prompts = read_splits(recipe)  # before the target: a wrong file name should not cost a model's loading
     target = load_recipe_target(recipe.target)
-    if target.tokenizer is None:
-        raise InputError(
-            "the target has no tokenizer", where=recipe.target.model, fix="Put its tokenizer files into the folder."
-        )
-    if recipe.drafter.init:
-        drafter = load_drafter(recipe.drafter.init, target, dtype=torch.float32, block_size=recipe.drafter.block_size)
-    else:
-        drafter = new_drafter(spec_for(recipe.drafter, target), target, recipe.seed)
+    drafter, before = load_recipe_drafter(recipe, target)
     for stage in recipe.stages:  # refuses kernels that cannot be had here, and a weight for a head that is not there
         why_eager(stage.objective.kernel, [drafter.readout, target.readout], target.device)
         confidence_weight(stage.objective, drafter)
@@ -258,13 +259,17 @@ def gather(recipe: Recipe, folder: Path, *, new: bool, quiet: bool = False, rank
             keep_state=keep,
             files=files_of(folder / "features", recipe.feature_disk_gb * 2**30, ranks.rank, ranks.world),
         )
-        material = Material(recipe, folder, target, drafter, prompts, prepared, store, quiet, ranks)
+        material = Material(recipe, folder, target, drafter, prompts, prepared, store, quiet, ranks, before)
         material.hold(lock.pop_all())
     return material
 
 
 def load_recipe_target(part: TargetPart, dtype: str | None = None) -> Target:
-    """The target that a recipe names, in its own type or another."""
+    """The target that a recipe names, in its own type or another.
+
+    Raises:
+        InputError: it cannot be used, or has no tokenizer.
+    """
     target = load_target(
         part.model,
         dtype=dtype or part.dtype,
@@ -272,9 +277,30 @@ def load_recipe_target(part: TargetPart, dtype: str | None = None) -> Target:
         revision=part.revision,
         trust_remote_code=part.trust_remote_code,
     )
+    if target.tokenizer is None:
+        raise InputError(
+            "the target has no tokenizer", where=part.model, fix="Put its tokenizer files into the folder."
+        )
     target.tree_attention = part.tree_attention
     target.engine = part.engine
     return target
+
+
+def load_recipe_drafter(recipe: Recipe, target: Target) -> tuple[Any, dict[str, Any]]:
+    """The drafter that a run begins with, in float32; and whom one that was given says that it was made for.
+
+    Raises:
+        InputError: it cannot be used, or there is nothing in it to train.
+    """
+    if not recipe.drafter.init:
+        return new_drafter(spec_for(recipe.drafter, target), target, recipe.seed), {}
+    size = recipe.drafter.block_size
+    drafter = load_drafter(recipe.drafter.init, target, dtype=torch.float32, block_size=size, to_train=True)
+    if not sum(p.numel() for p in drafter.parameters()):
+        raise InputError("this drafter has no weights to train", where=recipe.drafter.init, fix="Name another drafter.")
+    before = drafter.spec.made_for
+    drafter.spec = replace(drafter.spec, made_for=made_for(target))
+    return drafter, before
 
 
 def read_splits(recipe: Recipe) -> dict[str, list[Prompt]]:
@@ -291,8 +317,10 @@ def read_splits(recipe: Recipe) -> dict[str, list[Prompt]]:
     base = Path(data.dir).expanduser()
     parts = {name: read_prompts(getattr(data, name), base, data.limit) for name in SPLITS}
     if not (parts["validation"] and parts["test"]):
-        shares = {name: 0.1 if not parts[name] else 0 for name in ("validation", "test")}
-        train, validation, test = split(parts["train"], seed=recipe.seed, **shares)
+        tenth = max(1, round(0.1 * len(parts["train"])))
+        each = min(tenth, data.held_out or tenth)
+        sizes = {name: 0 if parts[name] else each for name in ("validation", "test")}
+        train, validation, test = split(parts["train"], seed=recipe.seed, **sizes)
         parts = {"train": train, "validation": parts["validation"] or validation, "test": parts["test"] or test}
     return parts
 

@@ -7,7 +7,7 @@ run that was killed and taken up again goes the very same way.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from draftloop.evaluate.tau import acceptance
 from draftloop.evaluate.walk import walk
 from draftloop.learn.update import Learnt, confidence_weight, differentiate
 from draftloop.objective.terms import needs_teacher
-from draftloop.recipe import StagePart
+from draftloop.recipe import StagePart, StopPart
 from draftloop.supervise.batch import Scored, supervise
 from draftloop.supervise.lesson import Lesson
 from draftloop.supervise.rollout import load_rollout, roll_out, save_rollout
@@ -40,6 +40,7 @@ class StageOutcome:
     """What a stage leaves: its best drafter by validation and the account of how it got there.
 
     Attributes:
+        steps: those made, which `stop` may have cut short.
         tensors: the drafter's parameters.
         chosen_step: the step they come from.
         tau: their acceptance length on the validation trunks.
@@ -96,8 +97,13 @@ class StageRun:
             self.rolled, self.parts = state.extra["rolled"], state.extra["parts"]
             self.lessons = [one for file in self._rollout_files() for one in self._read(file)]
 
+    @property
+    def stopped(self) -> bool:
+        """Whether tau on validation has not risen for as many walks as `stop` has patience."""
+        return exhausted([point["tau_pooled"] for point in self.validation], self.part.stop)
+
     def run(self) -> StageOutcome:
-        """Train until the last step.
+        """Train until the last step, or until `stop` ends the stage.
 
         Raises:
             EnvironmentFault: out of memory, or the disk is full; the last checkpoint is intact.
@@ -107,8 +113,10 @@ class StageRun:
         assert steps is not None, "minutes are turned into steps before a stage starts"
         looks = {max(1, round(steps * (i + 1) / self.part.evaluations)) for i in range(self.part.evaluations)}
         keep = self.part.checkpoint_every
+        if self.part.stop.patience is not None and not self.validation:
+            self._look(self._walk())  # what the stage begins with: the first to compare with, and no result of it
         with Progress(f"train {self.part.name}", steps, done=self.step, silent=self.material.quiet) as progress:
-            while self.step < steps:
+            while self.step < steps and not self.stopped:
                 began = time.perf_counter()
                 if self._refresh():
                     self.save()
@@ -136,7 +144,7 @@ class StageRun:
         assert self.best is not None
         return StageOutcome(
             self.part.name,
-            steps,
+            self.step,
             self.labels,
             self.seconds,
             self.best.step,
@@ -162,7 +170,8 @@ class StageRun:
         for parameter in self.drafter.parameters():
             parameter.grad = None
         self.expected = Expected(self.part, self.ranks)
-        budget = minutes * 60 - self.part.evaluations * look
+        looks = self.part.evaluations + (self.part.stop.patience is not None)
+        budget = minutes * 60 - looks * look
         each *= 1.08  # the optimiser's own share is not measured
         steps = int(budget / each)
         if rolled:  # n steps need ceil(n / refresh_every) rollouts
@@ -297,10 +306,13 @@ class StageRun:
         served = for_decoding(self.drafter, self.material.target)
         return acceptance(self.ranks.merge(walk(served, self.ranks.share(lessons), self.material.store))).tau_pooled
 
-    def _validate(self) -> float:
-        tau = self._walk()
+    def _look(self, tau: float) -> None:
         self.validation.append({"step": self.step, "tau_pooled": tau, "seconds": self.seconds})
         self.metrics.write("validation", stage=self.part.name, step=self.step, tau_pooled=tau, seconds=self.seconds)
+
+    def _validate(self) -> float:
+        tau = self._walk()
+        self._look(tau)
         if self.best is None or tau > self.best.tau:
             tensors = {name: tensor.detach().cpu().clone() for name, tensor in self.drafter.state_dict().items()}
             self.best = Best(self.step, tau, tensors)
@@ -333,6 +345,22 @@ class StageRun:
         for file in self.rollouts.glob("*.safetensors"):
             if file not in needed:
                 file.unlink(missing_ok=True)
+
+
+def exhausted(taus: Sequence[float], stop: StopPart) -> bool:
+    """Whether a stage ends, by what its validation walks found.
+
+    Args:
+        taus: of the walks in order, the one before the first step included.
+        stop: the stage's patience, and how much a rise is.
+    """
+    if stop.patience is None or not taus:
+        return False
+    highest, waited = taus[0], 0
+    for tau in taus[1:]:
+        better = tau > highest + stop.rise
+        highest, waited = (tau, 0) if better else (highest, waited + 1)
+    return waited >= stop.patience
 
 
 def _seconds(work: Callable[[], object]) -> float:

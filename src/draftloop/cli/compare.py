@@ -1,0 +1,86 @@
+"""`evaluate --compare`: several drafters side by side, on the screen, as a picture and as rows."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from draftloop.cli.app import drafter_folder, say
+from draftloop.cli.rows import check_new, head_of, row_writer
+from draftloop.core.errors import InputError
+
+PICTURE = "compare.png"  # beside the kept answers, where no rows are written
+
+
+def compare(
+    names: Sequence[str],
+    prompts: Sequence[str],
+    *,
+    target: str,
+    dtype: str,
+    engine: str,
+    trust_remote_code: bool,
+    cache: Path,
+    out: Path | None,
+    plot: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Load, compare, print, draw; `options` are those of `draftloop.evaluate.compare.compare`."""
+    from draftloop import api
+    from draftloop.evaluate.plot import plot_comparison
+    from draftloop.evaluate.table import comparison_tables
+    from draftloop.train.progress import reporting
+
+    _check_names(names)
+    check_new(out)
+    loaded = api.load_target(target, dtype=dtype, trust_remote_code=trust_remote_code)
+    loaded.engine = engine
+    drafters = {name: None if _is_plain(name) else api.load_drafter(_folder(name), loaded) for name in names}
+    with ExitStack() as stack:
+        found = api.compare(
+            loaded,
+            drafters,
+            prompts,
+            folder=cache,
+            write=row_writer(stack, out, head_of("compare", loaded)),
+            report=lambda title, unit: reporting(title, unit=unit, silent=as_json),
+            **options,
+        )
+    picture = plot_comparison(found, plot or (out.with_suffix(".png") if out else cache / PICTURE))
+    if as_json:
+        print(json.dumps({**found.to_json(), "picture": str(picture)}, indent=2))
+    else:
+        Console().print(comparison_tables(found))
+    tell = say(as_json)
+    tell(f"Picture: {picture}" + (f"   rows: {out}" if out else ""))
+
+
+def _is_plain(name: str) -> bool:
+    from draftloop.evaluate.compare import PLAIN
+
+    return name == PLAIN and not Path(name).exists()
+
+
+def _folder(name: str) -> Path:
+    return drafter_folder(Path(name))
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """What can be said before a model is loaded: one named twice, in one way or in two, or one that is not there."""
+    seen: dict[Path | str, str] = {}
+    for name in names:
+        folder = _folder(name)
+        if os.sep in name and not folder.exists():
+            raise InputError("there is no such folder", where=name, fix="Check the spelling of the path.")
+        place = folder.resolve() if folder.exists() else name
+        if place in seen:
+            what = "it is named twice" if seen[place] == name else f"it is the same drafter as {seen[place]}"
+            raise InputError(what, where=name, fix="Name each drafter once.")
+        seen[place] = name

@@ -1,0 +1,62 @@
+"""Raw rows of what a command measures: a JSON-lines file, headed by what it was measured with, written as they come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TextIO
+
+from draftloop.core.errors import InputError
+from draftloop.core.files import writing_fault
+
+
+def head_of(kind: str, target: Any) -> dict[str, Any]:
+    """What rows were measured with: command, versions, machine, target."""
+    from draftloop.train.material import command, hardware, versions
+
+    dtype = str(target.dtype).removeprefix("torch.")
+    head = {"kind": kind, "command": command(), "versions": versions(), "hardware": hardware()}
+    return {**head, "target": {"name": target.name, "fingerprint": target.fingerprint, "dtype": dtype}}
+
+
+def check_new(out: Path | None) -> None:
+    """Refuse a file that is there.
+
+    Raises:
+        InputError: it is.
+    """
+    if out is not None and out.exists():
+        raise InputError("there is such a file already, and it is not overwritten", where=str(out), fix="Name another.")
+
+
+def row_writer(stack: ExitStack, out: Path | None, head: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
+    """A function that writes one row to `out`, made with the first row and headed by `head`; to nowhere without it.
+
+    Row by row, so that a killed command has kept what it measured.
+
+    Args:
+        stack: closes the file.
+        out: the file, which must not exist.
+        head: what it is measured with.
+
+    Raises:
+        InputError: there is such a file.
+    """
+    if out is None:
+        return lambda row: None
+    check_new(out)
+    opened: list[TextIO] = []
+
+    def write(row: dict[str, Any]) -> None:
+        try:
+            if not opened:
+                out.parent.mkdir(parents=True, exist_ok=True)
+                opened.append(stack.enter_context(out.open("x", encoding="utf-8", buffering=1)))
+                opened[0].write(json.dumps(head) + "\n")
+            opened[0].write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise writing_fault(error, out) from error
+
+    return write

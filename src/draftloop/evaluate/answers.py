@@ -1,0 +1,66 @@
+"""The target's own answers to prompt files, which walks and the offline evaluation read; kept for the next drafter.
+
+Knows where they are kept and what is refused. Does not know any drafter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from draftloop.core.errors import InputError
+from draftloop.core.law import Sampling
+from draftloop.data.prompts import Prompt
+from draftloop.data.trunk import Trunk
+from draftloop.recipe import DataPart, ResponsePart
+from draftloop.supervise.responses import prepare_trunks
+
+
+def evaluation_trunks(
+    target: Any,
+    prompts: Sequence[Prompt],
+    files: Sequence[str],
+    folder: Path,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int = 0,
+    template_kwargs: Mapping[str, Any] | None = None,
+    advance: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Trunk]:
+    """Answer prompts, or take the answers that are kept.
+
+    Args:
+        target: a `Target` with a tokenizer.
+        prompts: as read from `files`.
+        files: prompt files; their names name what is kept.
+        folder: where answers are kept.
+        max_new_tokens: length limit.
+        sampling: how the answers are drawn.
+        seed: of the keyed draws.
+        template_kwargs: passed to the chat template.
+        advance: called with (responses done, responses in all).
+
+    Raises:
+        InputError: prompts cannot be used, or are too long with their answers.
+    """
+    target.check_length(max_new_tokens + 1)
+    temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
+    data = DataPart(
+        max_prompt_tokens=max(1, target.context_limit - max_new_tokens),
+        template_kwargs=dict(template_kwargs or {}),
+        response=ResponsePart(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p),
+    )
+    name = "-".join(Path(str(file)).stem.replace(":", "-") for file in files)[:80]
+    if not sampling.greedy:
+        name += f"-t{temperature:g}-k{top_k}-p{top_p:g}"
+    answers = prepare_trunks(target, prompts, data, folder / f"{name}.jsonl", seed=seed, advance=advance)
+    if answers.too_long:
+        raise InputError(
+            f"{len(answers.too_long)} prompts with {max_new_tokens} new tokens do not fit into the target's"
+            f" context of {target.context_limit} tokens",
+            where=answers.too_long[0],
+            fix="Lower max_new_tokens, or leave these prompts out.",
+        )
+    return answers.trunks
