@@ -18,7 +18,7 @@ import torch
 
 from draftloop.data.trunk import response_trunk
 from draftloop.drafter.dflash import DFlash
-from draftloop.drafter.spec import spec_for
+from draftloop.drafter.families import spec_for
 from draftloop.learn.update import differentiate
 from draftloop.recipe import DrafterPart, OptimiserPart, StagePart
 from draftloop.supervise.batch import Scored, supervise

@@ -15,8 +15,8 @@ from draftloop.cli.export import exported
 from draftloop.core.errors import InputError
 from draftloop.formats.bundled_drafter import NAME
 
-_FORMS: tuple[tuple[Literal["vllm", "both"], Literal["zlab", "speculators"]], ...] = (
-    ("both", "zlab"),
+_FORMS: tuple[tuple[Literal["vllm", "both"], str | None], ...] = (
+    ("both", None),
     ("vllm", "speculators"),
 )
 
