@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,9 @@ def summarise(rows: list[Row]) -> Row:
         if row["kind"] == "tally":
             name = f"t{row['temperature']:g}" + (f"_{row['rule']}" if row["temperature"] else "")
             key = (row["family"], name if row["arm"] == "trained" else row["arm"])
-            counts = (tuple(row["survivors"]), tuple(row["refusals"]))
+            told = {one.name: row[one.name] for one in fields(Tally)}
             tallies.setdefault(key, []).append(
-                Tally(row["id"], row["set"], row["tokens"], row["steps"], row["tau"], *counts)
+                Tally(**{name: tuple(value) if isinstance(value, list) else value for name, value in told.items()})
             )
     found: dict[str, Row] = {}
     for row in rows:
@@ -57,13 +58,13 @@ def summarise(rows: list[Row]) -> Row:
             keys = ("tokens_per_s", "plain_tokens_per_s", "ms_per_round", "round_cost", "speedup", "prompts")
             found.setdefault(row["family"], {})["speed"] = {key: row[key] for key in keys} | {"tau": row["tau_pooled"]}
     for (family, name), some in tallies.items():
-        told = acceptance(some)
+        measure = acceptance(some)
         if name == "untrained":
-            found.setdefault(family, {})["tau_untrained"] = told.tau_pooled
+            found.setdefault(family, {})["tau_untrained"] = measure.tau_pooled
             continue
-        found.setdefault(family, {}).setdefault("tau", {})[name] = told.to_json()
+        found.setdefault(family, {}).setdefault("tau", {})[name] = measure.to_json()
         if family == "ngram" and name == "t0":
-            found[family]["tau_untrained"] = told.tau_pooled  # nothing of it is ever trained
+            found[family]["tau_untrained"] = measure.tau_pooled  # nothing of it is ever trained
     keys = ("family", "what", "why")  # the last word on each
     last = {(row["family"], row["what"]): row for row in rows if row["kind"] == "failed"}
     failed = [{key: row[key] for key in keys} for row in last.values()]

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import yaml
 from draftloop.cli import main
 from draftloop.drafter.build import new_drafter
 from draftloop.drafter.families import FAMILIES, spec_for
+from draftloop.evaluate.tau import Response
 from draftloop.formats.zlab import save_drafter
 from draftloop.recipe import DrafterPart
 from draftloop.recipe_file import load_recipe
@@ -53,9 +55,10 @@ def test_the_recipes_differ_in_the_drafter_alone(room):
 
 # figures -------------------------------------------------------------------------------------------------------------
 def tally(family, arm, temperature, rule, tokens, steps, group="a", name="p"):
+    committed = tuple(tokens // steps + (i < tokens % steps) for i in range(steps))
+    counted = Response(name, group, committed, tuple(n - 1 for n in committed), 7).tally
     return {
-        "kind": "tally", "family": family, "arm": arm, "temperature": temperature, "rule": rule, "id": name,
-        "set": group, "tokens": tokens, "steps": steps, "tau": tokens / steps, "survivors": [1.0], "refusals": [1.0],
+        "kind": "tally", "family": family, "arm": arm, "temperature": temperature, "rule": rule, **asdict(counted),
     }  # fmt: skip
 
 
