@@ -166,7 +166,7 @@ def _spec(
     multiplier: float = 1.0,
     cap: float | None = None,
 ) -> DFlash2Spec:
-    sizes = {}
+    sizes: dict[str, Any] = {}
     for key in _SIZES:
         value = values.get(key)
         if type(value) is not int or value < 1:
