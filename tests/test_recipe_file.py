@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from draftloop.core.errors import InputError
 from draftloop.recipe import ObjectivePart, Part, Recipe, Source, StagePart
+from draftloop.recipe_families import FAMILY_KEYS
 from draftloop.recipe_file import dump_recipe, load_recipe, recipe_differences, recipe_fingerprint, resolved
 from draftloop.recipe_reference import _options, item_of, section_of
 from draftloop.recipe_yaml import dump, parse
@@ -383,6 +384,8 @@ def recipes(draw) -> Recipe:
         given_["data"]["response"] |= {"server_model": None, "server_key_env": None}
     else:
         given_["data"]["response"]["server"] = "http://127.0.0.1:8000/v1"
+    drafter = given_["drafter"]
+    drafter |= {key: None for key, families in FAMILY_KEYS.items() if drafter["family"] not in families}
     given_["stages"] = []
     for position in range(draw(st.integers(0, 2))):
         stage = draw(_part(StagePart)) | draw(st.sampled_from(_CELLS))
