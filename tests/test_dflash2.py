@@ -180,6 +180,22 @@ def test_stepping_and_telling_are_the_same_bits_and_blocks_can_be_picked():
     assert torch.equal(picked.forced(torch.zeros(3, 3, dtype=torch.int64)), plain[cells])
 
 
+def test_the_candidates_that_were_drawn_among_go_along_with_the_law():
+    target = TARGETS["llama"]
+    drafter = tiny_dflash2(target)
+    ids, features = text_of(target)
+    cells = (torch.tensor([0, 1, 1]), torch.tensor([2, 0, 3]))
+    draft = packed_draft(drafter, features, ANCHORS, ids, cells, torch.float32)
+    tokens, _, rows = draft.drawn(chooser(draft, drafter))
+    law = draft.law(rows, slice(0, 3), drafter.readout, Sampling(1.0))
+    assert torch.equal(law.candidates.ids, drafter.readout.shortlist(rows.flatten(0, 1)).ids)
+    assert bool((law.candidates.ids == tokens.flatten().unsqueeze(1)).any(1).all())
+    mine = torch.tensor([False, True, True])
+    part = draft.law(rows[:, 1:2], slice(1, 2), drafter.readout, Sampling(1.0), only=mine)
+    assert torch.equal(part.candidates.ids, law.candidates.ids.view(3, 3, -1)[mine][:, 1])
+    assert torch.equal(part.hidden, rows[mine][:, 1])
+
+
 # the law of few candidates -------------------------------------------------------------------------------------------
 def few(n: int = 9, hidden: int = 6, vocab: int = 40, rank: int = 3, k: int = 5, dtype=torch.float32):
     generator = torch.Generator().manual_seed(n)

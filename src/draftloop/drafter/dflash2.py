@@ -11,8 +11,8 @@ Selector. With U_k the logits of slot k, the token a drafted before it is seen t
 
 for the k tokens b with the largest U_k alone (among equals the lower ids, `core.law.Readout.candidates`): that law of a
 few points is the one that is drawn from, verified and trained for overlap. Rows are [h; A[a] * (W_h h)], and B is the
-readout's `added`; B begins at 0. Cross-entropy and KL are taken before the cut, on S over all tokens: a law of few
-points gives no gradient to a token that is no candidate and should be one. alpha is at most p's mass of the
+readout's `added`; B begins at 0. Cross-entropy and KL are taken before the cut, on S over the whole vocabulary: the law
+of few points gives no gradient to a token that is no candidate and should be one. alpha is at most p's mass of the
 candidates, so an overlap objective wants a share of cross-entropy beside it (`objective.ce_weight`). Tensor names are
 those of the published checkpoints.
 """
