@@ -80,6 +80,8 @@ def writer_of(spec: DrafterSpec, form: str | None = None) -> tuple[Writer, str]:
     form = form or next(iter(writer.configs))
     if form not in writer.configs:
         raise InputError(
-            f"a {spec.family} drafter has no form {form!r}", where="--form", fix=f"Use {' or '.join(writer.configs)}."
+            f"a drafter of family {spec.family} has no form {form!r}",
+            where="--form",
+            fix=f"Use {' or '.join(writer.configs)}.",
         )
     return writer, form
