@@ -54,9 +54,9 @@ def model_card(
         *_front_matter(target, spec.family),
         f"# {name}",
         "",
-        f"{_article(FAMILIES[spec.family].title)} drafter for `{target}`: a small model that drafts {spec.drafted} tokens"
-        " at a time for speculative decoding. The target verifies every one of them, so what is answered is the target's"
-        " answer. It is of no use without that target, and of little with another.",
+        f"{_article(FAMILIES[spec.family].title)} drafter for `{target}`: a small model that drafts {spec.drafted}"
+        " tokens at a time for speculative decoding. The target verifies every one of them, so what is answered is the"
+        " target's answer. It is of no use without that target, and of little with another.",
         "",
         "| | |",
         "|---|---|",
