@@ -34,6 +34,7 @@ from draftloop.supervise.lesson import FeatureStore, Lesson
 from draftloop.supervise.rollout import roll_out
 from draftloop.train.checkpoint import resolve
 from draftloop.train.job import train
+from draftloop.train.stage import StageRun
 from tests.chains import chain_drafter
 from tests.engine_sources import pieces, source
 from tests.lessons import choose_end, greedy_trunks, prompts
@@ -103,7 +104,8 @@ def test_fixed_shapes_and_compiled_methods_decode_what_the_eager_loop_does(way):
     if options.rule == "match" or options.sampling.greedy:
         plain = decode(target, None, requests(), options)
         assert [g.tokens for g in eager] == [g.tokens for g in plain]
-    assert {s.accepted for g in eager for s in g.steps} - {0}, "something is accepted"
+    if options.sampling.greedy:
+        assert {s.accepted for g in eager for s in g.steps} - {0}, "something is accepted"
 
 
 def test_walks_and_offline_tau_are_those_of_real_decoding():
@@ -423,20 +425,35 @@ def test_vllm_takes_every_tensor(tmp_path):
 # a run -----------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_from_recipe_to_export_and_again_from_a_checkpoint(tmp_path):
+def test_a_run_from_recipe_to_export_that_is_killed_on_the_way(tmp_path, monkeypatch):
+    """It goes on from its checkpoint with the vocabulary that stands there."""
     recipe = toy_recipe(tmp_path)
     recipe["drafter"] = {"family": "eagle3", "block_size": 4, "target_layers": [0, 1, 2], "draft_vocab": 30}
     opd = recipe["stages"][1] | {"start": "previous", "steps": 4, "rollout": {"refresh_every": 2, "batch_size": 6}}
     specopd = {"name": "specopd", "method": "specopd", "steps": 3, "evaluations": 1}
     recipe["stages"] = [recipe["stages"][0] | {"steps": 6}, opd, specopd]
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    out = train(load_recipe(tmp_path / "recipe.yaml"), out=tmp_path / "run", quiet=True, say=lambda text: None)
+    go = partial(train, load_recipe(tmp_path / "recipe.yaml"), out=tmp_path / "run", quiet=True, say=lambda text: None)
+    update = StageRun._update
+
+    def killed(self, steps):
+        if self.part.name == "opd" and self.step == 3:
+            raise KeyboardInterrupt
+        return update(self, steps)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StageRun, "_update", killed)
+        with pytest.raises(KeyboardInterrupt):
+            go()
+    before = load_file(resolve(tmp_path / "run") / "drafter.safetensors")["support"]
+    out = go()
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     assert summary["lossless"] is True
     assert summary["drafter"]["family"] == "eagle3"
     drafter = load_drafter(out / "drafter")
     kept = load_file(resolve(out) / "drafter.safetensors")
     assert torch.equal(kept["support"], drafter.support), "the vocabulary is part of a checkpoint"
+    assert torch.equal(before, drafter.support)
     assert not torch.equal(drafter.support, torch.arange(30)), "and not the one that a drafter is built with"
     made = export(drafter, tmp_path / "out", engine="both", target_name=str(tmp_path / "target"))
     assert made.form == "eagle3"

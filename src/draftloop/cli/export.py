@@ -20,8 +20,8 @@ def export(
         Literal["vllm", "sglang", "both"], typer.Option("--for", help="The engine that is to serve it.")
     ] = "both",
     form: Annotated[
-        Literal["zlab", "deepspec", "speculators"] | None,
-        typer.Option(help="zlab (DFlash), deepspec (DSpark): vLLM and SGLang; speculators: vLLM alone."),
+        str | None,
+        typer.Option(help="speculators: for vLLM alone; default: the family's own (zlab, deepspec, eagle3), for both."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Where to (default: RUN/export-ENGINE[-speculators]).")

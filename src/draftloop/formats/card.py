@@ -58,9 +58,9 @@ def model_card(
         *_front_matter(target, spec.family),
         f"# {name}",
         "",
-        f"A {FAMILIES[spec.family].title} drafter for `{target}`: a small model that drafts {spec.drafted} tokens at a"
-        " time for speculative decoding. The target verifies every one of them, so what is answered is the target's"
-        " answer. It is of no use without that target, and of little with another.",
+        f"{_article(FAMILIES[spec.family].title)} drafter for `{target}`: a small model that drafts {spec.drafted}"
+        " tokens at a time for speculative decoding. The target verifies every one of them, so what is answered is the"
+        " target's answer. It is of no use without that target, and of little with another.",
         "",
         "| | |",
         "|---|---|",
@@ -164,3 +164,7 @@ def _selector(spec: DrafterSpec) -> list[str]:
         f"| Selector | {spec.selector_top_k} candidates a token, rank {spec.selector_rank} |",
         f"| Convolutions | {spec.conv_kernel_size} taps, groups of {spec.conv_group_size} channels |",
     ]
+
+
+def _article(title: str) -> str:
+    return f"{'An' if title[0] in 'AEIOU' else 'A'} {title}"
