@@ -20,8 +20,9 @@ def export(
         Literal["vllm", "sglang", "both"], typer.Option("--for", help="The engine that is to serve it.")
     ] = "both",
     form: Annotated[
-        Literal["zlab", "speculators"], typer.Option(help="zlab: vLLM and SGLang read it; speculators: vLLM alone.")
-    ] = "zlab",
+        str | None,
+        typer.Option(help="Of those that the drafter's family has. Default: the one that both engines read."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Where to (default: RUN/export-ENGINE[-speculators]).")
     ] = None,
@@ -49,7 +50,7 @@ def export(
     if name is not None:
         check_target_folder(drafter.spec, name)
     unsure = _unlike(name, drafter.spec.made_for)
-    place = f"export-{engine}" if form == "zlab" else f"export-{engine}-{form}"
+    place = f"export-{engine}" + (f"-{form}" if form == "speculators" else "")
     made = run_export(
         drafter,
         out or (run / place if run.exists() else Path(f"{run}-{place}")),  # the bundled drafter: not into the package
