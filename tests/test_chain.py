@@ -357,3 +357,19 @@ def test_bfloat16_computing_over_a_bfloat16_target(owner):
     assert gap(rough.float(), exact) < 0.1
     exact.square().mean().backward()
     assert isinstance(drafter, ChainDrafter)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_flex_attention_gives_what_the_dense_mask_gives(owner):
+    drafter = chain_drafter(owner, head_dim=16, vocab=None)
+    features, text = texts(drafter, [300, 300], 0)
+    anchor, told = torch.tensor([[3, 150, 299, 20, 1], [300, 1, 17, 150, 150]]), drafts((2, 5, 4), 0)
+    want = drafter.pack(features, anchor, text).forced(told)
+    want.square().mean().backward()
+    far = chain_drafter(load_target(tiny_model("llama").cuda()), head_dim=16, vocab=None)
+    far.load_state_dict(drafter.state_dict())
+    got = far.pack(features.cuda(), anchor.cuda(), text.cuda()).forced(told.cuda())
+    assert gap(got.cpu(), want) < 1e-4
+    got.square().mean().backward()
+    assert gap(far.fc.weight.grad.cpu(), drafter.fc.weight.grad) < 1e-3

@@ -34,6 +34,7 @@ from draftloop.supervise.lesson import FeatureStore, Lesson
 from draftloop.supervise.rollout import roll_out
 from draftloop.train.checkpoint import resolve
 from draftloop.train.job import train
+from draftloop.train.stage import StageRun
 from tests.chains import chain_drafter
 from tests.engine_sources import pieces, source
 from tests.lessons import choose_end, greedy_trunks, prompts
@@ -81,26 +82,30 @@ def requests():
     return [Request(t.prompt, i) for i, t in enumerate(world()[1])]
 
 
+def trace(made):
+    return made.tokens, [(step.anchor, step.proposed, step.accepted) for step in made.steps]
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_fixed_shapes_and_compiled_methods_decode_what_the_eager_loop_does(way):
     """Fewer rows than requests, so that rows are refilled; at temperature 0 and under match the target's own text."""
     target, _, drafter = world()
     served = for_decoding(drafter, target)
-    options = Options(max_new_tokens=14, seed=9, batch_size=3, **WAYS[way])
+    options = Options(max_new_tokens=10, seed=9, batch_size=3, **WAYS[way])
     eager = decode(target, served, requests(), options)
-    engine = GraphEngine(
-        target, served, options, rows=2, longest=30, compiler=partial(torch.compile, dynamic=False, backend="eager")
-    )
-    for fixed in (replace(options, engine="graph"), None):
-        made = [Generation(request.ids) for request in requests()]
-        made = decode(target, served, requests(), fixed) if fixed else (list(engine.decode(requests(), made)), made)[1]
-        assert [(g.tokens, [(s.anchor, s.proposed, s.accepted) for s in g.steps]) for g in made] == [
-            (g.tokens, [(s.anchor, s.proposed, s.accepted) for s in g.steps]) for g in eager
-        ]
+    runs = [decode(target, served, requests(), replace(options, engine="graph"))]
+    if way == "greedy":  # compiling takes as long as all else
+        compiler = partial(torch.compile, dynamic=False, backend="eager")
+        engine = GraphEngine(target, served, options, rows=2, longest=30, compiler=compiler)
+        runs.append([Generation(request.ids) for request in requests()])
+        list(engine.decode(requests(), runs[-1]))
+    for made in runs:
+        assert list(map(trace, made)) == list(map(trace, eager))
     if options.rule == "match" or options.sampling.greedy:
         plain = decode(target, None, requests(), options)
         assert [g.tokens for g in eager] == [g.tokens for g in plain]
-    assert {s.accepted for g in eager for s in g.steps} - {0}, "something is accepted"
+    if options.sampling.greedy:
+        assert {s.accepted for g in eager for s in g.steps} - {0}, "something is accepted"
 
 
 def test_walks_and_offline_tau_are_those_of_real_decoding():
@@ -122,10 +127,9 @@ def test_offline_tau_of_sampled_texts_is_the_mean_of_real_decoding():
     """Under ratio, on average over texts and draws: 4 standard errors."""
     target, trunks, drafter = world()
     served = for_decoding(drafter, target)
-    options = Options(max_new_tokens=8, sampling=Sampling(1.0), rule="ratio", batch_size=200, seed=5)
-    asked = [replace(requests()[1], sample=i) for i in range(400)]
+    options = Options(max_new_tokens=8, sampling=Sampling(1.0), rule="ratio", batch_size=150, seed=5)
+    asked = [replace(requests()[1], sample=i) for i in range(150)]
     made = decode(target, served, asked, options)
-    rounds = torch.tensor([float(len(g.steps)) for g in made])
     texts = [
         replace(greedy_text(trunks[1], g), drawn=Sampling(1.0), sample=i)
         for i, g in enumerate(made)
@@ -193,7 +197,8 @@ def test_losses_are_those_written_out(kind, source):
     for p in drafter.parameters():
         p.grad = None
     support = drafter.support
-    log_q = (batch.drafted_rows(drafter) @ drafter.lm_head.weight.T).log_softmax(-1)
+    anew = replace(batch, draft=None, drawn=())  # the graph of what was drawn is spent
+    log_q = (anew.drafted_rows(drafter) @ drafter.lm_head.weight.T).log_softmax(-1)
     log_p = None if batch.teacher is None else target.readout.logits(batch.teacher).log_softmax(-1)
 
     def value(kind, i, k):
@@ -223,7 +228,7 @@ def test_losses_are_those_written_out(kind, source):
             total = sums.setdefault(group, [0.0, 0.0, share])
             total[0], total[1] = total[0] + weight * value(what, i, k), total[1] + weight
     want = sum(share * top / bottom for top, bottom, share in sums.values())
-    assert learnt.loss == pytest.approx(float(want), rel=1e-5)
+    assert learnt.loss == pytest.approx(float(want.detach()), rel=1e-5)
     want.backward()
     for name, p in drafter.named_parameters():
         assert torch.allclose(got[name], p.grad, atol=1e-5 * float(p.grad.abs().max()) + 1e-9), name
@@ -285,7 +290,7 @@ def rewrite(folder, tensors=None, **changes):
         config["draftloop"].pop("weights_sha256", None)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     if tensors is not None:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+        save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
 
 
 def same(a, b) -> bool:
@@ -420,20 +425,35 @@ def test_vllm_takes_every_tensor(tmp_path):
 # a run -----------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_from_recipe_to_export_and_again_from_a_checkpoint(tmp_path):
+def test_a_run_from_recipe_to_export_that_is_killed_on_the_way(tmp_path, monkeypatch):
+    """It goes on from its checkpoint with the vocabulary that stands there."""
     recipe = toy_recipe(tmp_path)
     recipe["drafter"] = {"family": "eagle3", "block_size": 4, "target_layers": [0, 1, 2], "draft_vocab": 30}
     opd = recipe["stages"][1] | {"start": "previous", "steps": 4, "rollout": {"refresh_every": 2, "batch_size": 6}}
     specopd = {"name": "specopd", "method": "specopd", "steps": 3, "evaluations": 1}
     recipe["stages"] = [recipe["stages"][0] | {"steps": 6}, opd, specopd]
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    out = train(load_recipe(tmp_path / "recipe.yaml"), out=tmp_path / "run", quiet=True, say=lambda text: None)
+    go = partial(train, load_recipe(tmp_path / "recipe.yaml"), out=tmp_path / "run", quiet=True, say=lambda text: None)
+    update = StageRun._update
+
+    def killed(self, steps):
+        if self.part.name == "opd" and self.step == 3:
+            raise KeyboardInterrupt
+        return update(self, steps)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StageRun, "_update", killed)
+        with pytest.raises(KeyboardInterrupt):
+            go()
+    before = load_file(resolve(tmp_path / "run") / "drafter.safetensors")["support"]
+    out = go()
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     assert summary["lossless"] is True
     assert summary["drafter"]["family"] == "eagle3"
     drafter = load_drafter(out / "drafter")
     kept = load_file(resolve(out) / "drafter.safetensors")
     assert torch.equal(kept["support"], drafter.support), "the vocabulary is part of a checkpoint"
+    assert torch.equal(before, drafter.support)
     assert not torch.equal(drafter.support, torch.arange(30)), "and not the one that a drafter is built with"
     made = export(drafter, tmp_path / "out", engine="both", target_name=str(tmp_path / "target"))
     assert made.form == "eagle3"

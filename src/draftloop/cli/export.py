@@ -21,7 +21,7 @@ def export(
     ] = "both",
     form: Annotated[
         str | None,
-        typer.Option(help="Of those that the drafter's family has. Default: the one that both engines read."),
+        typer.Option(help="speculators: for vLLM alone; default: the family's own (zlab, eagle3), for both."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Where to (default: RUN/export-ENGINE[-speculators]).")
@@ -50,7 +50,7 @@ def export(
     if name is not None:
         check_target_folder(drafter.spec, name)
     unsure = _unlike(name, drafter.spec.made_for)
-    place = f"export-{engine}" + (f"-{form}" if form == "speculators" else "")
+    place = f"export-{engine}-{form}" if form == "speculators" else f"export-{engine}"
     made = run_export(
         drafter,
         out or (run / place if run.exists() else Path(f"{run}-{place}")),  # the bundled drafter: not into the package

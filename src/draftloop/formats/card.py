@@ -54,9 +54,9 @@ def model_card(
         *_front_matter(target, spec.family),
         f"# {name}",
         "",
-        f"A {FAMILIES[spec.family].title} drafter for `{target}`: a small model that drafts {spec.drafted} tokens at a"
-        " time for speculative decoding. The target verifies every one of them, so what is answered is the target's"
-        " answer. It is of no use without that target, and of little with another.",
+        f"{_article(FAMILIES[spec.family].title)} drafter for `{target}`: a small model that drafts {spec.drafted}"
+        " tokens at a time for speculative decoding. The target verifies every one of them, so what is answered is the"
+        " target's answer. It is of no use without that target, and of little with another.",
         "",
         "| | |",
         "|---|---|",
@@ -142,3 +142,7 @@ def _vocabulary(spec: DrafterSpec) -> list[str]:
 def _borrowed(spec: DrafterSpec) -> str:
     own = isinstance(spec, Eagle3Spec) and spec.draft_vocab is not None
     return "embedding" if own else "embedding and readout"
+
+
+def _article(title: str) -> str:
+    return f"{'An' if title[0] in 'AEIOU' else 'A'} {title}"

@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from draftloop.core.errors import InputError
 from draftloop.core.version import VERSION
 from draftloop.drafter.eagle3 import Eagle3Spec, default_taps
+from draftloop.formats.facts import Facts
 from draftloop.formats.speculators import VERSION as SPECULATORS
 from draftloop.formats.zlab_config import (
     SCHEMA,
@@ -28,9 +29,6 @@ from draftloop.formats.zlab_config import (
     rope_base,
     target_layers,
 )
-
-if TYPE_CHECKING:
-    from draftloop.formats.writers import Facts  # which names the functions below
 
 FORM = "eagle3"
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")  # the published name, and vLLM's for the same

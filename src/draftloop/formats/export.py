@@ -21,6 +21,7 @@ from draftloop.core.files import exchange, sha256_file, write_json, write_text, 
 from draftloop.core.version import VERSION
 from draftloop.core.weights import write_tensors
 from draftloop.formats.card import model_card
+from draftloop.formats.facts import Facts
 from draftloop.formats.history import History
 from draftloop.formats.mask_vector import ENGINE_MASK, write_engine_mask
 from draftloop.formats.serving import (
@@ -32,7 +33,7 @@ from draftloop.formats.serving import (
     check_served,
     serve_command,
 )
-from draftloop.formats.writers import Facts, writer_of
+from draftloop.formats.writers import writer_of
 from draftloop.formats.zlab import CONFIG, WEIGHTS
 
 Wanted = Literal["vllm", "sglang", "both"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,33 +13,8 @@ from torch import Tensor
 from draftloop.core.errors import InputError
 from draftloop.drafter.spec import DrafterSpec
 from draftloop.formats import eagle3, eagle3_tensors, mtp, speculators, zlab_config
+from draftloop.formats.facts import Facts
 from draftloop.formats.tensors import tensors_of
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a config.json says besides the shape.
-
-    Attributes:
-        dtype: of the stored weights.
-        weights: SHA-256 of the weight file, which ties the two files together.
-        mask: likewise of the learned mask vector's file; None without one.
-        extra: the caller's own facts, kept under `draftloop.extra`.
-        target: folder or hub id of the target, for forms that name it.
-        target_architectures: of the target's own config.json; may be empty.
-    """
-
-    dtype: torch.dtype
-    weights: str
-    mask: str | None = None
-    extra: dict[str, Any] | None = None
-    target: str = ""
-    target_architectures: Sequence[str] = ()
-
-    @property
-    def kind(self) -> str:
-        """The type's name, `bfloat16`."""
-        return str(self.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -110,6 +85,8 @@ def writer_of(spec: DrafterSpec, form: str | None = None) -> tuple[Writer, str]:
     form = form or next(iter(writer.configs))
     if form not in writer.configs:
         raise InputError(
-            f"a {spec.family} drafter has no form {form!r}", where="--form", fix=f"Use {' or '.join(writer.configs)}."
+            f"a drafter of family {spec.family} has no form {form!r}",
+            where="--form",
+            fix=f"Use {' or '.join(writer.configs)}.",
         )
     return writer, form

@@ -20,9 +20,10 @@ from safetensors import SafetensorError
 from draftloop.core.errors import EnvironmentFault, InputError
 from draftloop.core.files import sha256_file, write_json, writing_fault
 from draftloop.core.weights import write_tensors
+from draftloop.formats.facts import Facts
 from draftloop.formats.mask_vector import ENGINE_MASK, MASK
 from draftloop.formats.tensors import VECTOR
-from draftloop.formats.writers import Facts, writer_of
+from draftloop.formats.writers import writer_of
 from draftloop.formats.zlab_config import read_config
 
 CONFIG = "config.json"
