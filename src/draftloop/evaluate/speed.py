@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -121,7 +121,7 @@ def compare(
                 timed.ms_per_round,
                 timed.ms_per_round / plain.ms_per_round,
                 timed.tokens_per_s / plain.tokens_per_s,
-                [{"kind": "decode", "arm": name, **asdict(row)} for row in responses],
+                [{"kind": "decode", "arm": name, **row.to_json()} for row in responses],
             )
         )
     return plain, out

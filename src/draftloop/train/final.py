@@ -50,7 +50,7 @@ def conclude(
         for n, (name, tensors) in enumerate(arms):
             walks[name] = walk(_served(material, tensors), material.lessons["test"], material.store)
             progress.update(n + 1)
-    raw = [{"kind": "walk", "arm": arm, **asdict(row)} for arm, rows in walks.items() for row in rows]
+    raw = [{"kind": "walk", "arm": arm, **row.to_json()} for arm, rows in walks.items() for row in rows]
     decoding, decoded = _decoding(material, delivered)
     checked = _audit(material, delivered)
     took = seconds + (datetime.now(UTC) - began).total_seconds()
