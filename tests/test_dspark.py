@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from draftloop.core.errors import InputError
 from draftloop.core.law import Law, Sampling
+from draftloop.decode.graph import GraphEngine
 from draftloop.decode.loop import decode
-from draftloop.decode.trace import Options
+from draftloop.decode.trace import Generation, Options
 from draftloop.drafter import dspark
 from draftloop.drafter.build import for_decoding
 from draftloop.drafter.dspark import MarkovDraft
@@ -20,7 +22,7 @@ from draftloop.supervise.lesson import FeatureStore, Lesson
 from tests.dspark_tiny import HEADS, dspark_shape, tiny_dspark
 from tests.lessons import greedy_trunks, prompts
 from tests.stand_ins import EOS, WAYS, requests_of, with_eos
-from tests.test_decode_graph import agree
+from tests.test_decode_graph import Counting, Watching, agree
 from tests.tiny import VOCAB, tiny_drafter, tiny_target
 
 pytestmark = pytest.mark.families
@@ -264,3 +266,28 @@ def test_a_head_and_its_rank_must_agree(owner):
         replace(shape, markov_rank=0)
     with pytest.raises(InputError, match="Markov head none has no rank 6"):
         replace(shape, markov="none")
+
+
+@pytest.mark.parametrize("markov", HEADS)
+@pytest.mark.parametrize("way", ["greedy", "match", "ratio"])
+def test_a_round_asks_the_device_for_nothing(markov, way):
+    target = with_eos(tiny_target(), *EOS)
+    options = Options(8, record=True, confidence=0.3, **WAYS[way])
+    engine = GraphEngine(target, for_decoding(tiny_dspark(target, markov), target), options, rows=3, longest=40)
+    engine.turn()
+    engine.rows.at.zero_()
+    with Watching() as watching:
+        engine.turn()
+    assert watching.seen == []
+
+
+def test_a_compiled_round_drafts_the_same():
+    target = with_eos(tiny_target(), *EOS)
+    drafter = for_decoding(tiny_dspark(target, "gated"), target)
+    asked = requests_of([1, 5, 8, 14], target.vocab_size, seed=4)
+    options = Options(8, Sampling(1.0), "ratio", batch_size=4, confidence=0.3)
+    compiler = partial(torch.compile, dynamic=False, backend=Counting())
+    engine = GraphEngine(target, drafter, options, rows=4, longest=40, compiler=compiler)
+    made = [Generation(request.ids) for request in asked]
+    list(engine.decode(asked, made))
+    agree(decode(target, drafter, asked, options), made)

@@ -13,6 +13,8 @@ from pydantic import ValidationError
 from draftloop.cli import main
 from draftloop.core.errors import InputError
 from draftloop.drafter.build import for_decoding
+from draftloop.evaluate.tau import acceptance
+from draftloop.evaluate.walk import walk
 from draftloop.formats.load import load_drafter
 from draftloop.learn.update import confidence_weight, differentiate
 from draftloop.objective.terms import needs_teacher
@@ -22,7 +24,7 @@ from draftloop.supervise.lesson import FeatureStore, Lesson
 from draftloop.supervise.rollout import roll_out
 from draftloop.target.load import load_target
 from tests.dspark_tiny import HEADS, tiny_dspark
-from tests.lessons import greedy_trunks, prompts, stage
+from tests.lessons import greedy_trunks, prompts, stage, train
 from tests.tiny import tiny_drafter, tiny_target
 from tests.toy_run import toy_recipe
 
@@ -228,3 +230,24 @@ def test_a_run_from_the_command_line(tmp_path, capsys):
     assert a.spec.drafted == 3
     served = [tensor.bfloat16() for tensor in a.state_dict().values()]
     assert all(torch.equal(x, y.bfloat16()) for x, y in zip(served, b.state_dict().values(), strict=True))
+
+
+# what confidence brings -----------------------------------------------------------------------------------------------
+def test_confidence_keeps_tau_and_saves_verification():
+    """After a little training: nearly the same tau for little more than a third of the verified drafts."""
+    target = tiny_target()
+    target.eos_ids = ()
+    lessons = [Lesson(trunk) for trunk in greedy_trunks(target, prompts(3, 9, 5, 4, 7, 6), 24)]
+    drafter = tiny_dspark(target, block=6)
+    train(target, drafter, lessons, stage(anchors="all", objective={"kind": "tv", "ce_weight": 1.0}), 15)
+    served = for_decoding(drafter, target)
+    store = FeatureStore(target, served.spec.target_layers, 1e9)
+
+    def tau(confidence):
+        return acceptance(walk(served, lessons, store, confidence=confidence), resamples=1)
+
+    whole, short = tau(None), tau(0.05)
+    assert whole.verified == 6
+    assert short.tau_pooled > 0.95 * whole.tau_pooled
+    assert short.verified < 2.5
+    assert short.saved(6) > 1.5

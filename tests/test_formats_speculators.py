@@ -127,7 +127,7 @@ def test_a_published_one_tells_its_verifier_and_not_its_depth(tmp_path):
         ({"speculators_model_type": None}, ["speculators_model_type is missing"]),
         ({"speculators_model_type": "eagle"}, ["EAGLE", "not read yet", "needs"]),
         ({"speculators_model_type": "peagle"}, ["P-EAGLE", "not read yet"]),
-        ({"speculators_model_type": "dspark"}, ["DSpark", "Markov"]),
+        ({"speculators_model_type": "dspark"}, ["its anchor slot predicts nothing"]),
         ({"speculators_model_type": "dflash2"}, ["algorithm is not dflash2"]),
         ({"speculators_model_type": "xpress"}, ["XPress"]),
         ({"speculators_model_type": ["dflash"]}, ["speculators_model_type"]),

@@ -77,7 +77,7 @@ class Options:
         if self.confidence is not None and not 0 < self.confidence <= 1:
             raise InputError(
                 f"confidence {self.confidence} is not in (0, 1]",
-                fix="Use about 0.1 to 0.5, or leave it out to verify all.",
+                fix="Use about 0.02 to 0.3, or leave it out to verify all.",
             )
         if self.draft_sampling is not None and self.drafting != self.draft_sampling:
             raise InputError(

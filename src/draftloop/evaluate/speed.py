@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ class SpeedArm:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """The raw rows."""
-        return [{"kind": "decode", "arm": self.name, **asdict(response)} for response in self.responses]
+        return [{"kind": "decode", "arm": self.name, **response.to_json()} for response in self.responses]
 
     def to_json(self) -> dict[str, Any]:
         """The arm as summary.json wants it."""

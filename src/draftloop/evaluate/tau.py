@@ -8,7 +8,7 @@ and mean (over responses of their own mean, as the DFlash benchmark counts).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,10 @@ class Response:
             or any(not a <= n <= self.drafted for a, n in zip(self.accepted, self.lengths, strict=True))
         ):
             raise DraftloopError("a step accepts more drafts than it verified, or verifies more than K", where=where)
+
+    def to_json(self) -> dict[str, Any]:
+        """Its fields as a raw row has them; `lengths` only where they say something."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     @property
     def tally(self) -> Tally:

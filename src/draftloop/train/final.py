@@ -54,7 +54,7 @@ def conclude(
     lookup = ngram_drafter(NgramSpec(material.drafter.spec.drafted), material.target)
     looked_up = walk(lookup, material.lessons["test"], material.store)
     walked = {**walks, NGRAM: looked_up}
-    raw = [{"kind": "walk", "arm": arm, **asdict(row)} for arm, rows in walked.items() for row in rows]
+    raw = [{"kind": "walk", "arm": arm, **row.to_json()} for arm, rows in walked.items() for row in rows]
     decoding, decoded = _decoding(material, delivered)
     checked = _audit(material, delivered)
     took = seconds + (datetime.now(UTC) - began).total_seconds()
