@@ -75,6 +75,9 @@ def evaluate(
         if offline or decode:
             what = "--compare already takes tau offline and speed by decoding"
             raise InputError(what, where="--offline" if offline else "--decode", fix="Leave it out.")
+        if confidence is not None:
+            what = "in a comparison every draft is verified"
+            raise InputError(what, where="--confidence", fix="Leave it out, or evaluate that drafter alone.")
         return side_by_side(
             drafters,
             prompts,
