@@ -82,7 +82,7 @@ def derive() -> dict[Path, str]:
             "lossless": head["audit"]["equal"] if head["audit"] else None,
         }
         tables.append(_run_table(name, head, stages, arms))
-    out |= {ROOT / "results" / f"{study}.json": _json(part) for study, part in found.items()}
+    out |= {ROOT / "results" / f"{study}.json": _json(part) for study, part in found.items() if part}
     ablations = {name: run for name, run in runs.items() if name.startswith("ablations-")}
     if ablations:
         arms_of_seeds = _ablations(ablations)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -136,8 +137,7 @@ def test_differences_are_paired_with_the_first_by_set(toy, tmp_path, target, dra
 
     def tallies(name, group):
         kept = [row for row in rows if row["drafter"] == name and group in ("all", row["set"])]
-        fields = ("id", "set", "tokens", "steps", "tau", "survivors", "refusals")
-        return [room.Tally(**{field: row[field] for field in fields}) for row in kept]
+        return [room.Tally(**{one.name: row[one.name] for one in fields(room.Tally)}) for row in kept]
 
     for group, gain in second.gains.items():
         assert gain == paired(tallies("a", group), tallies("b", group))
@@ -190,6 +190,29 @@ def test_a_table_rows_and_a_picture(call, toy, tmp_path):
     assert "not overwritten" in err
 
 
+def test_the_lookup_without_weights_is_compared_by_its_name(call, toy, tmp_path):
+    """And with plain decoding as the first, which all are then paired with."""
+    status, told, err = call("none", toy / "a", "ngram", "ngram:3:1:2", "--temperature", 0, "--temperature", 1, "--json",
+                             "--decode-prompts", 6)  # fmt: skip
+    assert status == 0, err
+    found = json.loads(told)
+    facts = {one["drafter"]: one for one in found["drafters"]}
+    assert facts["ngram"]["parameters"] == 0
+    assert (facts["ngram"]["block_size"], facts["ngram:3:1:2"]["block_size"]) == (8, 4)
+    target = draftloop.load_target(toy / "target", dtype="float32", device="cpu")
+    for row in found["rows"]:
+        assert (row["drafter"] == "none") == (row["against_first"] == {})
+        if row["temperature"] == 0:
+            assert row["speed"]["tau_pooled"] == pytest.approx(row["acceptance"]["tau_pooled"]), row["drafter"]
+    alone = draftloop.evaluate(
+        target, draftloop.load_drafter("ngram", target), [str(toy / "test.jsonl")], folder=tmp_path, max_new_tokens=16
+    )
+    assert alone.acceptance.tau_pooled == pytest.approx(found["rows"][2]["acceptance"]["tau_pooled"])
+    status, _, err = call("ngram", "ngram:7:2:4")
+    assert status == 2
+    assert "ngram:7:2:4 is the same drafter as ngram" in err
+
+
 def test_json_and_the_default_picture(call, toy, tmp_path):
     status, told, err = call(toy / "a", "none", "--decode-prompts", 0, "--json")
     assert status == 0, err
@@ -239,6 +262,7 @@ def test_what_cannot_be_compared_is_one_sentence(call, toy, tmp_path):
         "there is no such": (toy / "a", "nowhere"),
         "two drafters or more": (toy / "a",),
         "--compare already": (toy / "a", "none", "--offline"),
+        "every draft is verified": (toy / "a", "none", "--confidence", 0.5),
     }
     for words, arguments in bad.items():
         status, out, err = call(*arguments)

@@ -65,16 +65,19 @@ def evaluate(
 ) -> None:
     """Acceptance length, per-position acceptance and (with --decode) speed of a drafter on prompt files.
 
-    Answers are kept, so the next drafter takes seconds. Two drafters at temperature 1, paired; and three side by side,
-    with their speeds beside plain decoding:
+    Answers are kept, so the next drafter takes seconds. Two drafters paired at
+    temperature 1; three side by side, with their speeds beside plain decoding:
 
         draftloop evaluate runs/a runs/b --offline --temperature 1 --rule ratio
-        draftloop evaluate --compare bundled runs/a none --prompts heldout.jsonl --out rows.jsonl
+        draftloop evaluate --compare bundled runs/a none -p heldout.jsonl
     """
     if compare:
         if offline or decode:
             what = "--compare already takes tau offline and speed by decoding"
             raise InputError(what, where="--offline" if offline else "--decode", fix="Leave it out.")
+        if confidence is not None:
+            what = "in a comparison every draft is verified"
+            raise InputError(what, where="--confidence", fix="Leave it out, or evaluate that drafter alone.")
         return side_by_side(
             drafters,
             prompts,
