@@ -144,7 +144,7 @@ def test_two_drafters_are_paired():
                 t,
                 **{
                     n: pytest.approx(getattr(t, n), rel=1e-4, abs=1e-6)
-                    for n in ("steps", "tau", "survivors", "refusals")
+                    for n in ("steps", "tau", "survivors", "refusals", "verified")
                 },
             )
             for t in tallies
@@ -267,7 +267,7 @@ def test_the_command(toy, tmp_path, capsys):
     assert status == 0
     assert f"{other['gain']['difference']:+.3f}" in out.replace("\n", "")
     for wrong, says in (
-        ([one, two], "offline only"),
+        ([one, two], "several drafters are compared"),
         ([one, "--temperature", "1"], "--offline or --decode"),
         ([one, "--offline", "--decode"], "Give one of them"),
     ):

@@ -44,7 +44,8 @@ def walk(
     for lesson in lessons:
         first, last = lesson.trunk.first, len(lesson.trunk) - 1
         anchors = anchors_of(lesson.trunk, store.target.device)
-        if drafter.spec.target_layers:
+        reads = bool(drafter.spec.target_layers)  # a lookup reads the text alone
+        if reads:
             store.fill([lesson])
         runs: list[int] = []
         lengths: list[int] = []
@@ -54,7 +55,8 @@ def walk(
             else:
                 kept, verified_here = _shortened(drafter, lesson, part, confidence)
                 runs, lengths = runs + kept.tolist(), lengths + verified_here.tolist()
-        store.release([lesson])
+        if reads:
+            store.release([lesson])
         committed, accepted, verified = [], [], []
         anchor = first
         while anchor < last:
