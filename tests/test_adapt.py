@@ -306,14 +306,12 @@ def test_what_is_not_there_is_one_sentence(call, tmp_path, arguments, words):
     assert err.startswith("draftloop: ")
 
 
-def test_a_drafter_without_weights_is_refused(call, tmp_path, monkeypatch):
-    """Whatever the loader takes by name may draft, and have nothing to learn with."""
-    bare = torch.nn.Module()
-    bare.spec = None
-    monkeypatch.setattr("draftloop.train.material.load_drafter", lambda *a, **k: bare)
-    status, _, err = call("-t", "tuned", "-d", "ngram", "-p", "traffic.jsonl", "--out", tmp_path / "run")
-    assert status == 2
-    assert "ngram: this drafter has no weights to train" in err
+def test_a_drafter_without_weights_is_refused(call, tmp_path):
+    for more in ((), ("--dry-run",)):
+        status, out, err = call("-t", "tuned", "-d", "ngram", "-p", "traffic.jsonl", "--out", tmp_path / "run", *more)
+        assert (status, out) == (2, "")
+        assert "ngram is a lookup without weights, so it cannot learn a target" in err
+        assert not (tmp_path / "run").exists()
 
 
 def test_a_learned_mask_is_exported_for_the_engine_that_reads_one(call, toy, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from draftloop.core.errors import InputError
+from draftloop.drafter.ngram import refuse_ngram
 from draftloop.evaluate.summary import Stage, Summary, read_summary
 from draftloop.recipe import Recipe
 from draftloop.recipe_file import load_recipe
@@ -77,6 +78,7 @@ def adapt_recipe(
     """
     if not prompts:
         raise InputError("no traffic is given", where="--prompts", fix="Give one or more prompt files.")
+    refuse_ngram(drafter, "learn a target", "--drafter")
     filled = [
         f"target.model={json.dumps(target)}",
         f"drafter.init={json.dumps(drafter)}",

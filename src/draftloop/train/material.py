@@ -290,14 +290,12 @@ def load_recipe_drafter(recipe: Recipe, target: Target) -> tuple[Any, dict[str, 
     """The drafter that a run begins with, in float32; and whom one that was given says that it was made for.
 
     Raises:
-        InputError: it cannot be used, or there is nothing in it to train.
+        InputError: it cannot be used.
     """
     if not recipe.drafter.init:
         return new_drafter(spec_for(recipe.drafter, target), target, recipe.seed), {}
     size = recipe.drafter.block_size
     drafter = load_drafter(recipe.drafter.init, target, dtype=torch.float32, block_size=size, to_train=True)
-    if not sum(p.numel() for p in drafter.parameters()):
-        raise InputError("this drafter has no weights to train", where=recipe.drafter.init, fix="Name another drafter.")
     before = drafter.spec.made_for
     drafter.spec = replace(drafter.spec, made_for=made_for(target))
     return drafter, before
