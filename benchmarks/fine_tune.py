@@ -54,7 +54,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=None, help="use at most this many prompts")
     parser.add_argument("--max-new-tokens", type=int, default=96, help="of the answers that are written again")
     parser.add_argument("--layers", type=int, default=10, help="upper layers that learn; the others stay as they are")
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch-size", type=int, default=6)
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--seed", type=int, default=0)
