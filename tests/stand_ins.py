@@ -216,3 +216,8 @@ def p_value(generations, law: torch.Tensor) -> float:
     freedom = torch.tensor((len(seen) - 1) / 2, dtype=torch.float64)
     assert len(seen) > 20
     return float(torch.special.gammaincc(freedom, statistic / 2))
+
+
+def replies(generations) -> list[tuple[list[int], bool]]:
+    """What a caller sees of each: the tokens, and whether the text ended."""
+    return [(g.tokens, g.finished) for g in generations]

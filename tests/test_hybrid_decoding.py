@@ -17,8 +17,7 @@ from draftloop.decode.trace import Options
 from draftloop.target import gated_deltanet
 from draftloop.target.load import load_target
 from tests.hybrid_tiny import hybrid_target
-from tests.stand_ins import Scripted, garbled, requests_of, scripts_of, unlikely, with_eos
-from tests.test_decode_lossless import replies
+from tests.stand_ins import Scripted, garbled, replies, requests_of, scripts_of, unlikely, with_eos
 from tests.test_hybrid_families import family_model
 from tests.tiny import tiny_drafter, tiny_target
 

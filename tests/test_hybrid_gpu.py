@@ -12,8 +12,7 @@ from draftloop.decode.trace import Options
 from draftloop.supervise.score import scored_rows
 from draftloop.target.load import load_target
 from tests.hybrid_tiny import hybrid_model
-from tests.stand_ins import requests_of
-from tests.test_decode_lossless import replies
+from tests.stand_ins import replies, requests_of
 from tests.tiny import VOCAB, tiny_drafter
 from tests.trees import awkward, blocks_of, keep
 

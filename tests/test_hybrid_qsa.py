@@ -22,8 +22,7 @@ from draftloop.supervise.score import scored_rows
 from draftloop.target.load import load_target
 from draftloop.target.qsa import Indexer
 from tests.hybrid_tiny import exact_reference, hybrid_model, hybrid_target
-from tests.stand_ins import Scripted, garbled, requests_of, scripts_of, with_eos
-from tests.test_decode_lossless import replies
+from tests.stand_ins import Scripted, garbled, replies, requests_of, scripts_of, with_eos
 from tests.test_hybrid_decoding import by_the_model
 from tests.test_target import paces, worst_row
 from tests.tiny import VOCAB

@@ -16,6 +16,7 @@ from draftloop.core.errors import InputError
 from draftloop.drafter.dflash2 import DFlash2Spec
 from draftloop.drafter.spec import DFlashSpec
 from draftloop.formats import speculators, zlab_config
+from draftloop.formats.facts import Facts
 
 ARCHITECTURE = "DFlash2DraftModel"
 ALGORITHM = "dflash2"
@@ -25,17 +26,17 @@ _TRAINED_WITH = "Keep the one that it was trained with."
 _COMPLETE = "Use a complete DFlash 2 checkpoint, as `draftloop` saves them."
 
 
-def in_zlab(spec: DFlash2Spec, config: dict[str, Any]) -> dict[str, Any]:
-    """What DFlash's config.json in z-lab's form has to say of a DFlash 2."""
+def zlab_of(spec: DFlash2Spec, facts: Facts) -> dict[str, Any]:
+    """Describe a drafter in z-lab's form; as `zlab_config.config_of`."""
+    config = zlab_config.config_of(spec, facts)
+    config.pop("auto_map")  # which names a class without convolutions
     nested = {**config["dflash_config"], **{key: getattr(spec, key) for key in _SIZES}}
     if spec.output_multiplier != 1.0:
         nested["output_multiplier"] = spec.output_multiplier
     if spec.final_logit_softcapping is not None:
         nested["final_logit_softcapping"] = spec.final_logit_softcapping
     return {
-        **{
-            key: value for key, value in config.items() if key != "auto_map"
-        },  # which names a class without convolutions
+        **config,
         "architectures": [ARCHITECTURE],
         "is_causal": False,  # engines take sliding layers for causal ones where nothing is said
         "dflash_config": nested,
@@ -43,8 +44,8 @@ def in_zlab(spec: DFlash2Spec, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def in_speculators(spec: DFlash2Spec, config: dict[str, Any]) -> dict[str, Any]:
-    """What DFlash's config.json in speculators' form has to say of a DFlash 2.
+def speculators_of(spec: DFlash2Spec, facts: Facts) -> dict[str, Any]:
+    """Describe a drafter in speculators' form; as `speculators.config_of`.
 
     Raises:
         InputError: the drafter scales or caps its logits, for which the form has no key.
@@ -55,6 +56,7 @@ def in_speculators(spec: DFlash2Spec, config: dict[str, Any]) -> dict[str, Any]:
             where="--form",
             fix="Export in z-lab's form (--form zlab).",
         )
+    config = speculators.config_of(spec, facts)
     inner = {**config["transformer_layer_config"], **_attention(spec)}
     return {
         **config,

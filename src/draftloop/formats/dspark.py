@@ -8,7 +8,6 @@ stand at top level, and what engines look for in `dflash_config` is written ther
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -17,6 +16,7 @@ from draftloop.core.errors import InputError
 from draftloop.drafter.dspark import RANK, DSparkSpec, Markov
 from draftloop.drafter.spec import DFlashSpec
 from draftloop.formats import speculators, zlab_config
+from draftloop.formats.facts import Facts
 
 ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")  # DeepSpec's and both engines' name, and vLLM's second
 SPECULATOR = "DSparkSpeculator"
@@ -26,10 +26,8 @@ _BORROWED = "Use a checkpoint as `draftloop` or DeepSpec save them."
 _MEND = "Mend the file, or save or download the checkpoint again."
 
 
-def config_of(
-    spec: DSparkSpec, dtype: str, *, weights: str, mask: str | None, extra: dict[str, Any] | None
-) -> dict[str, Any]:
-    """Describe a drafter in DeepSpec's form; arguments as `zlab_config.config_of`."""
+def config_of(spec: DSparkSpec, facts: Facts) -> dict[str, Any]:
+    """Describe a drafter in DeepSpec's form; as `zlab_config.config_of`."""
     shared = {
         "block_size": spec.block_size,
         "mask_token_id": spec.mask_token_id,
@@ -37,37 +35,20 @@ def config_of(
     }
     return {
         "architectures": [ARCHITECTURES[0]],
-        "dtype": dtype,
+        "dtype": facts.kind,
         **shared,
         "dflash_config": dict(shared),
         "num_target_layers": spec.num_target_layers,
         "num_anchors": _ANCHORS,
         **_heads(spec),
         **zlab_config.layer_keys(spec),
-        "draftloop": zlab_config.own_keys(spec, weights=weights, mask=mask, extra=extra),
+        "draftloop": zlab_config.own_keys(spec, facts),
     }
 
 
-def speculators_config_of(
-    spec: DSparkSpec,
-    dtype: str,
-    *,
-    target: str,
-    target_architectures: Sequence[str],
-    weights: str,
-    mask: str | None,
-    extra: dict[str, Any] | None,
-) -> dict[str, Any]:
-    """Describe a drafter in speculators' form; arguments as `speculators.config_of`."""
-    shared = speculators.config_of(
-        spec,
-        dtype,
-        target=target,
-        target_architectures=target_architectures,
-        weights=weights,
-        mask=mask,
-        extra=extra,
-    )
+def speculators_of(spec: DSparkSpec, facts: Facts) -> dict[str, Any]:
+    """Describe a drafter in speculators' form; as `speculators.config_of`."""
+    shared = speculators.config_of(spec, facts)
     return {
         **shared,
         "architectures": [SPECULATOR],

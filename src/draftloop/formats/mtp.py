@@ -19,6 +19,7 @@ from draftloop.core.errors import InputError
 from draftloop.core.version import VERSION
 from draftloop.drafter.host import text_part
 from draftloop.drafter.mtp import MTP, MTPSpec
+from draftloop.formats.facts import Facts
 from draftloop.formats.mtp_names import (
     BORROWED,
     SCHEMES,
@@ -52,8 +53,8 @@ def claims_native(config: dict[str, Any]) -> bool:
     return "draftloop" not in config and bool(kinds & set(SCHEMES))
 
 
-def config_of(spec: MTPSpec, kind: str, *, weights: str, extra: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The config.json of a module; arguments as `speculators.config_of`."""
+def config_of(spec: MTPSpec, facts: Facts) -> dict[str, Any]:
+    """The config.json of a module; as `zlab_config.config_of`."""
     ours: dict[str, Any] = {
         "schema": SCHEMA,
         "version": VERSION,
@@ -62,11 +63,11 @@ def config_of(spec: MTPSpec, kind: str, *, weights: str, extra: dict[str, Any] |
         "vocab_size": spec.vocab_size,
         "feeds": spec.feeds,
         "made_for": spec.made_for,
-        "weights_sha256": weights,
+        "weights_sha256": facts.weights,
     }
-    if extra is not None:
-        ours["extra"] = extra
-    return {**spec.target_config, "dtype": kind, "draftloop": ours}
+    if facts.extra is not None:
+        ours["extra"] = facts.extra
+    return {**spec.target_config, "dtype": facts.kind, "draftloop": ours}
 
 
 def spec_of(config: dict[str, Any], where: Path, *, num_target_layers: int | None = None) -> MTPSpec:

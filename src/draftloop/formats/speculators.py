@@ -8,7 +8,6 @@ hidden states is the embedding. Reading therefore means translating into z-lab's
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, NoReturn
 from draftloop.core.errors import InputError
 from draftloop.drafter.spec import DFlashSpec
 from draftloop.formats import zlab_config
+from draftloop.formats.facts import Facts
 
 ARCHITECTURE = "DFlashSpeculator"
 VERSION = "0.9.0"  # of the form that is written
@@ -39,33 +39,19 @@ _DEFAULTS: dict[str, Any] = {
 _ROPE_THETA = 10000.0
 
 
-def config_of(
-    spec: DFlashSpec,
-    dtype: str,
-    *,
-    target: str,
-    target_architectures: Sequence[str],
-    weights: str,
-    mask: str | None,
-    extra: dict[str, Any] | None,
-) -> dict[str, Any]:
+def config_of(spec: DFlashSpec, facts: Facts) -> dict[str, Any]:
     """Describe a drafter as the object of its config.json.
 
     Args:
         spec: shape, target layers (0-based, the output of that layer) and mask token.
-        dtype: type of the stored weights ("bfloat16").
-        target: folder or hub id of the target, which the form calls the verifier.
-        target_architectures: of the target's own config.json; may be empty.
-        weights: SHA-256 of the weight file.
-        mask: SHA-256 of the learned mask vector's file; None without one.
-        extra: the caller's own facts, kept under `draftloop.extra`.
+        facts: what it says besides; the form calls the target the verifier.
     """
-    ours = zlab_config.own_keys(spec, weights=weights, mask=mask, extra=extra)
+    ours = zlab_config.own_keys(spec, facts)
     return {
         "architectures": [ARCHITECTURE],
         "speculators_model_type": "dflash",
         "speculators_version": VERSION,
-        "dtype": dtype,
+        "dtype": facts.kind,
         "aux_hidden_state_layer_ids": [layer + 1 for layer in spec.target_layers],
         "mask_token_id": spec.mask_token_id,
         "block_size": spec.block_size,
@@ -78,7 +64,7 @@ def config_of(
             "algorithm": "dflash",
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": spec.drafted}],
-            "verifier": {"name_or_path": target, "architectures": list(target_architectures)},
+            "verifier": {"name_or_path": facts.target, "architectures": list(facts.target_architectures)},
         },
         "draftloop": {**ours, "num_target_layers": spec.num_target_layers},  # the form has no key for it
     }

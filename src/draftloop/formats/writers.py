@@ -39,61 +39,19 @@ class Writer:
         return {theirs + n.removeprefix(ours) if n.startswith(ours) else n: t for n, t in tensors.items()}
 
 
-def _zlab(spec: Any, facts: Facts) -> dict[str, Any]:
-    return zlab_config.config_of(spec, facts.dtype, weights=facts.weights, mask=facts.mask, extra=facts.extra)
-
-
-def _speculators(spec: Any, facts: Facts) -> dict[str, Any]:
-    return speculators.config_of(
-        spec,
-        facts.kind,
-        target=facts.target,
-        target_architectures=facts.target_architectures,
-        weights=facts.weights,
-        mask=facts.mask,
-        extra=facts.extra,
-    )
-
-
-def _zlab2(spec: Any, facts: Facts) -> dict[str, Any]:
-    return dflash2_config.in_zlab(spec, _zlab(spec, facts))
-
-
-def _speculators2(spec: Any, facts: Facts) -> dict[str, Any]:
-    return dflash2_config.in_speculators(spec, _speculators(spec, facts))
-
-
-def _beside_target(spec: Any, facts: Facts) -> dict[str, Any]:
-    return mtp.config_of(spec, facts.kind, weights=facts.weights, extra=facts.extra)
-
-
-def _deepspec(spec: Any, facts: Facts) -> dict[str, Any]:
-    return dspark.config_of(spec, facts.kind, weights=facts.weights, mask=facts.mask, extra=facts.extra)
-
-
-def _speculators_dspark(spec: Any, facts: Facts) -> dict[str, Any]:
-    return dspark.speculators_config_of(
-        spec,
-        facts.kind,
-        target=facts.target,
-        target_architectures=facts.target_architectures,
-        weights=facts.weights,
-        mask=facts.mask,
-        extra=facts.extra,
-    )
-
-
 WRITERS: dict[str, Writer] = {
-    "dflash": Writer(tensors_of, {"zlab": _zlab, "speculators": _speculators}, "dflash"),
+    "dflash": Writer(tensors_of, {"zlab": zlab_config.config_of, "speculators": speculators.config_of}, "dflash"),
     "eagle3": Writer(
         eagle3_tensors.tensors_of,
         {eagle3.FORM: eagle3.config_of, "speculators": eagle3.speculators_of},
         "eagle3",
         {eagle3.FORM: eagle3_tensors.OLD},
     ),
-    "mtp": Writer(mtp.tensors_of, {"mtp": _beside_target}, "mtp"),
-    "dspark": Writer(tensors_of, {"deepspec": _deepspec, "speculators": _speculators_dspark}, "dspark"),
-    "dflash2": Writer(tensors_of, {"zlab": _zlab2, "speculators": _speculators2}, "dflash"),
+    "mtp": Writer(mtp.tensors_of, {"mtp": mtp.config_of}, "mtp"),
+    "dspark": Writer(tensors_of, {"deepspec": dspark.config_of, "speculators": dspark.speculators_of}, "dspark"),
+    "dflash2": Writer(
+        tensors_of, {"zlab": dflash2_config.zlab_of, "speculators": dflash2_config.speculators_of}, "dflash"
+    ),
 }
 
 

@@ -15,11 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from draftloop.core.errors import InputError
 from draftloop.core.version import VERSION
 from draftloop.drafter.spec import DFlashSpec, DrafterSpec
+from draftloop.formats.facts import Facts
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlashQwen3ForCausalLM")  # the published name, and vLLM's for the same
 SCHEMA = 1  # of the `draftloop` key
@@ -59,23 +58,18 @@ _INERT_NESTED = {"mask_token", "swa_window_size"}  # a name for mask_token_id; t
 _INERT_ROPE = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1}
 
 
-def config_of(
-    spec: DFlashSpec, dtype: torch.dtype, *, weights: str, mask: str | None, extra: dict[str, Any] | None
-) -> dict[str, Any]:
+def config_of(spec: DFlashSpec, facts: Facts) -> dict[str, Any]:
     """Describe a drafter as the object of its config.json.
 
     Args:
         spec: shape, target layers (0-based, the output of that layer) and mask token.
-        dtype: type of the stored weights.
-        weights: SHA-256 of the weight file, which ties the two files together.
-        mask: likewise of the learned mask vector's file; None without one. It is said under `draftloop` alone, for
-            engines have no key for it: what they read as mask_token_id is then a stand-in.
-        extra: the caller's own facts, kept under `draftloop.extra`.
+        facts: what it says besides. A learned mask vector is said under `draftloop` alone, for engines have no key for
+            it: what they read as mask_token_id is then a stand-in.
     """
     return {
         "architectures": [ARCHITECTURES[0]],
         "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": facts.kind,
         "block_size": spec.block_size,
         "dflash_config": {
             "block_size": spec.block_size,
@@ -84,7 +78,7 @@ def config_of(
         },
         "num_target_layers": spec.num_target_layers,
         **layer_keys(spec),
-        "draftloop": own_keys(spec, weights=weights, mask=mask, extra=extra),
+        "draftloop": own_keys(spec, facts),
     }
 
 
@@ -119,18 +113,18 @@ def layer_keys(spec: DrafterSpec) -> dict[str, Any]:
     }
 
 
-def own_keys(spec: DFlashSpec, *, weights: str, mask: str | None, extra: dict[str, Any] | None) -> dict[str, Any]:
-    """What only we read, for the key `draftloop`; arguments as `config_of`."""
+def own_keys(spec: DFlashSpec, facts: Facts) -> dict[str, Any]:
+    """What only we read, for the key `draftloop`."""
     ours = {
         "schema": SCHEMA,
         "version": VERSION,
         "made_for": spec.made_for,
         "mask_token": spec.mask_token_id,
-        "weights_sha256": weights,
+        "weights_sha256": facts.weights,
     }
     if spec.learned_mask:
-        ours |= {"learned_mask": True, "mask_sha256": mask}
-    return {**ours, "extra": extra} if extra is not None else ours
+        ours |= {"learned_mask": True, "mask_sha256": facts.mask}
+    return {**ours, "extra": facts.extra} if facts.extra is not None else ours
 
 
 def claims(config: dict[str, Any]) -> bool:

@@ -88,11 +88,23 @@ class FixedCache(WholeCache):
 
 
 def _attend(
-    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float | None, **more: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    *,
+    kernel: Kernel,
+    **more: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of queries [b, heads, t, d] over all slots of keys and values [b, kv heads, span, d].
+    """An attention function of transformers: queries [b, heads, t, d] over all slots of keys [b, kv heads, span, d].
 
     The query heads that share a key head stand behind one another in the length, so that no key is copied for them.
+
+    Args:
+        attention_mask: what is added to the scores, as `FixedCache.fit` makes it.
 
     Returns:
         [b, t, heads, d], as the models want it.
@@ -103,44 +115,19 @@ def _attend(
     b, heads, t, width = query.shape
     query = query.reshape(b, key.shape[1], -1, width)
     wanted = [name for name in ("softcap", "position_bias", "s_aux") if more.get(name) is not None]
-    if wanted or bias is None or bias.shape[2] != query.shape[2]:
+    if wanted or attention_mask is None or attention_mask.shape[2] != query.shape[2]:
         raise InputError(
             f"the model's attention asks for {wanted[0] if wanted else 'masks of its own'}, which fixed shapes lack",
             fix="Decode with engine eager.",
         )
     if kernel == "sdpa":
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling)
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
     else:  # spreads a single text over the whole GPU, and fuses with its neighbours when compiled
-        scores = torch.matmul(query, key.transpose(2, 3)) * (width**-0.5 if scaling is None else scaling) + bias
+        scale = width**-0.5 if scaling is None else scaling
+        scores = torch.matmul(query, key.transpose(2, 3)) * scale + attention_mask
         wide = torch.float32 if scores.dtype == torch.bfloat16 else scores.dtype
         out = torch.matmul(scores.softmax(-1, dtype=wide).to(value.dtype), value)
     return out.reshape(b, heads, t, -1).transpose(1, 2).contiguous(), None
-
-
-def _by_sdpa(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **more: Any,
-) -> tuple[Tensor, None]:
-    return _attend("sdpa", query, key, value, attention_mask, scaling, **more)
-
-
-def _by_matmul(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **more: Any,
-) -> tuple[Tensor, None]:
-    return _attend("matmul", query, key, value, attention_mask, scaling, **more)
 
 
 _NAMES: dict[Kernel, str] = {"sdpa": "draftloop_sdpa", "matmul": "draftloop_matmul"}
@@ -152,9 +139,9 @@ def _register() -> None:
     from transformers import AttentionInterface  # brings all of transformers' models' machinery
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    for kernel, function in (("sdpa", _by_sdpa), ("matmul", _by_matmul)):
-        AttentionInterface.register(_NAMES[kernel], function)  # type: ignore[index]
-        AttentionMaskInterface.register(_NAMES[kernel], sdpa_mask)  # type: ignore[index]
+    for kernel, name in _NAMES.items():
+        AttentionInterface.register(name, partial(_attend, kernel=kernel))
+        AttentionMaskInterface.register(name, sdpa_mask)  # type: ignore[arg-type]
 
 
 @contextmanager
