@@ -20,6 +20,7 @@ from draftloop.recipe import Recipe
 from draftloop.recipe_file import load_recipe
 from draftloop.train.job import train
 from draftloop.train.plan import dry_run
+from draftloop.train.progress import human_seconds
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "adapt.yaml"
 ON_GPU = ("stages.adapt.batch_size=16", "stages.adapt.anchors_per_sequence=64", "data.response.batch_size=128")
@@ -115,10 +116,10 @@ def adapt(
 def adapt_plan(recipe: Recipe, *, out: Path | None = None, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Say what it would do and cost, and return that as JSON values; loads target and drafter, writes nothing."""
     (stage,) = recipe.stages
+    most = human_seconds(stage.minutes * 60) if stage.minutes else f"{stage.steps} steps"
+    say(f"{recipe.drafter.init} would learn {recipe.target.model} by {stage.method}, for at most {most}.")
     say(
-        f"{recipe.drafter.init} would learn {recipe.target.model} by {stage.method}, for at most"
-        f" {f'{stage.minutes:g} minutes' if stage.minutes else f'{stage.steps} steps'}; it ends when tau on the"
-        f" validation prompts has not risen by more than {stage.stop.rise:g} in {stage.stop.patience} of"
-        f" {stage.evaluations} walks."
+        f"It would end before where tau on the validation prompts has not risen by more than {stage.stop.rise:g} in"
+        f" {stage.stop.patience} of {stage.evaluations} walks."
     )
     return dry_run(recipe, out, say)
