@@ -13,15 +13,16 @@ import torch
 
 from draftloop.cli import main
 from draftloop.core import files
+from draftloop.core.errors import InputError
 from draftloop.drafter.build import new_drafter
 from draftloop.drafter.families import spec_for
 from draftloop.formats import export as room
 from draftloop.formats.export import export
 from draftloop.formats.load import load_drafter
 from draftloop.formats.zlab import save_drafter
-from draftloop.recipe import DrafterPart
+from draftloop.recipe import DrafterPart, Recipe
 from draftloop.target.load import load_target
-from draftloop.train.material import alone, command
+from draftloop.train.material import alone, command, load_recipe_drafter
 from tests.test_serve_engine import engine_python
 from tests.toy_run import toy_checkpoint, toy_prompts
 
@@ -203,3 +204,18 @@ def test_a_target_of_another_shape_is_refused_before_anything_is_written(tmp_pat
     assert done.value.code == 2
     assert "hidden size 576, this one has 64" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+# a given drafter and a named family -------------------------------------------------------------------------------------
+
+
+def test_a_drafter_of_another_family_than_the_recipe_names_is_refused(place):
+    target = load_target(str(place / "target"), dtype="float32", device="cpu")
+    given = str(place / "run" / "drafter")
+    for family in ("dflash", "eagle3"):
+        recipe = Recipe.model_validate({"drafter": {"init": given, "family": family}})
+        if family == "dflash":
+            assert load_recipe_drafter(recipe, target)[0].spec.family == "dflash"
+            continue
+        with pytest.raises(InputError, match=r"is a drafter of family dflash, and the recipe wants eagle3"):
+            load_recipe_drafter(recipe, target)

@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             app(args=list(arguments) if arguments is not None else None)
     except SystemExit as done:
         if done.code == 130 and not follows():
-            print("draftloop: stopped; the same command goes on where it was.", file=sys.stderr)
+            again = "without --fresh the same command" if "--fresh" in (arguments or sys.argv) else "the same command"
+            print(f"draftloop: stopped; {again} goes on where it was.", file=sys.stderr)
         raise
     except Exception as error:
         if logging.getLogger("draftloop").level == logging.DEBUG:

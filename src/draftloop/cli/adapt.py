@@ -115,13 +115,13 @@ def _tell(found: Any, made: list[Any], notes: list[str], as_json: bool) -> None:
         facts["summary"] = summary
         print(json.dumps(facts, indent=2))
         return
+    if not made:
+        print("Adapting brought nothing on the validation prompts, so nothing is exported: keep the drafter you have.")
+        print("What follows is of the checkpoint that came nearest, for the record.\n")
     Console().print(summary_tables(found.summary))
     print(cost_sentence(found.summary))
     print(f"\nDrafter: {folder / 'drafter'}   report: {folder / 'report.html'}   figures: {folder / 'summary.json'}")
     if not made:
-        print(
-            "\nAdapting brought nothing on the validation prompts, so nothing is exported: keep the drafter you have."
-        )
         return
     for one in made:
         print(f"Exported ({one.form}): {one.folder}")

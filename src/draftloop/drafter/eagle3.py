@@ -47,7 +47,11 @@ class Eagle3Spec(DrafterSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.layers != 1:
-            raise InputError(f"an EAGLE-3 drafter of {self.layers} layers is not portable", fix="Use one layer.")
+            raise InputError(
+                f"an EAGLE-3 drafter of {self.layers} layers is not portable",
+                where="layers",
+                fix="Set drafter.layers to 1 or leave it out (recipes/families/eagle3.yaml is a recipe for it).",
+            )
         if self.draft_vocab is not None and not 1 <= self.draft_vocab <= self.vocab_size:
             raise InputError(
                 f"draft_vocab {self.draft_vocab} is no part of a vocabulary of {self.vocab_size}",

@@ -19,6 +19,7 @@ from draftloop.core.files import write_json
 from draftloop.core.ranks import together
 from draftloop.core.weights import read_tensors, write_tensors
 from draftloop.drafter.build import for_decoding
+from draftloop.drafter.families import FAMILIES
 from draftloop.drafter.spec import has_learned_mask
 from draftloop.evaluate.report import write_report
 from draftloop.formats.mask_vector import MASK
@@ -147,9 +148,9 @@ def _size_up(material: Material) -> str:
     target, spec, parts = material.target, material.drafter.spec, material.prepared
     count = sum(p.numel() for p in material.drafter.parameters())
     lines = [
-        f"Target {target.name} ({target.num_layers} layers, {target.dtype}, {target.device}); drafter of"
-        f" {count / 1e6:.1f} M parameters, {spec.layers} layers, taps {list(spec.target_layers)},"
-        f" block {spec.block_size}."
+        f"Target {target.name} ({target.num_layers} layers, {target.dtype}, {target.device});"
+        f" {FAMILIES[spec.family].title} drafter of {count / 1e6:.1f} M parameters,"
+        f" {spec.layers} layer{'s' * (spec.layers != 1)}, taps {list(spec.target_layers)}, block {spec.block_size}."
     ]
     if material.made_before.get("target_fingerprint", target.fingerprint) != target.fingerprint:
         before = material.made_before

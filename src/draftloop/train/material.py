@@ -35,7 +35,7 @@ from draftloop.drafter.spec import made_for
 from draftloop.formats.load import load_drafter
 from draftloop.learn.update import confidence_weight
 from draftloop.objective.fused import why_eager
-from draftloop.recipe import Recipe, TargetPart
+from draftloop.recipe import DrafterPart, Recipe, TargetPart
 from draftloop.recipe_file import dump_recipe, load_recipe, recipe_differences, recipe_fingerprint
 from draftloop.supervise.disk import files_of
 from draftloop.supervise.lesson import FeatureStore, Lesson
@@ -296,6 +296,13 @@ def load_recipe_drafter(recipe: Recipe, target: Target) -> tuple[Any, dict[str, 
         return new_drafter(spec_for(recipe.drafter, target), target, recipe.seed), {}
     size = recipe.drafter.block_size
     drafter = load_drafter(recipe.drafter.init, target, dtype=torch.float32, block_size=size, to_train=True)
+    family = recipe.drafter.family
+    if family not in (DrafterPart().family, drafter.spec.family):  # the default says nothing of what is wanted
+        raise InputError(
+            f"{recipe.drafter.init} is a drafter of family {drafter.spec.family}, and the recipe wants {family}",
+            where="drafter.family",
+            fix=f"Leave out drafter.init for a new {family} drafter, or set drafter.family to {drafter.spec.family}.",
+        )
     before = drafter.spec.made_for
     drafter.spec = replace(drafter.spec, made_for=made_for(target))
     return drafter, before
