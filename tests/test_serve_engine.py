@@ -100,6 +100,14 @@ def test_a_python_without_the_engine_is_one_sentence(drafter, tmp_path, capsys):
     broken = script(tmp_path / "python", "echo \"ModuleNotFoundError: No module named 'vllm'\" >&2; exit 1")
     with pytest.raises(EnvironmentFault, match="cannot import vllm .ModuleNotFoundError"):
         find_engine("vllm", broken)
+    assert run(drafter, "--engine-python", broken, "-t", "org/model") == 3
+    capsys.readouterr()
+    assert (
+        run(drafter, "--engine-python", broken, "-t", "org/model", "--dry-run") == 0
+    )  # the command is known all the same
+    said = capsys.readouterr()
+    assert said.out.startswith("vllm serve org/model --speculative-config")
+    assert "vllm was not found here (this Python cannot import vllm" in said.err
     with pytest.raises(EnvironmentFault, match="does not answer"):
         find_engine("vllm", script(tmp_path / "python", "echo hello; exit 0"))
 

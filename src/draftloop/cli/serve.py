@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from draftloop.cli.app import Trust, app, drafter_folder, engine_target
-from draftloop.core.errors import InputError
+from draftloop.core.errors import EnvironmentFault, InputError
 
 
 @app.command()
@@ -49,7 +49,13 @@ def serve(
     from draftloop.formats.serving import OVERLAP_OBJECTIVES, caveats, check_served, plain_command, serve_command
     from draftloop.formats.target_config import check_target_folder
 
-    found = find_engine(engine, engine_python or Path(sys.executable))  # first: a wrong path should not cost an export
+    found, absent = None, ""
+    try:  # first: a wrong path should not cost an export
+        found = find_engine(engine, engine_python or Path(sys.executable))
+    except EnvironmentFault as fault:
+        if not dry_run:
+            raise
+        absent = f"{engine} was not found here ({fault.what}); this is the command for where it is installed."
     folder, facts = _folder(run, engine, target)
     spec = load_drafter(folder).spec
     lookup = isinstance(spec, NgramSpec)
@@ -67,11 +73,14 @@ def serve(
         command = plain_command(engine, name, more)
     else:
         command = serve_command(engine, name, folder, spec, probabilistic, more)
-    command, environment = in_environment(command, found), found.environment
-    print(f"{engine} {found.version} on {found.device}:", file=sys.stderr)
+    environment: dict[str, str] = {}
+    cautions: list[str] = []
+    if found is not None:
+        command, environment, cautions = in_environment(command, found), found.environment, list(found.cautions)
+        print(f"{engine} {found.version} on {found.device}:", file=sys.stderr)
     if environment:
         print(f"set for its CPU backend: {', '.join(environment)} (yours win where you set them).", file=sys.stderr)
-    for said in [] if plain else [*found.cautions, *caveats(engine, spec, probabilistic)]:
+    for said in [*([absent] if absent else []), *([] if plain else [*cautions, *caveats(engine, spec, probabilistic)])]:
         print(f"note: {said}", file=sys.stderr)
     print(shell_line(command, environment), flush=True)
     if not dry_run:
