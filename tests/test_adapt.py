@@ -236,6 +236,10 @@ def test_stopped_and_called_again_it_goes_on(call, toy, tmp_path, monkeypatch, a
     assert "Going on with stage adapt at step 15 of 60" in out
     one, other = ((f / "drafter/model.safetensors").read_bytes() for f in (tmp_path / "run", toy / "adapted"))
     assert one == other
+    (tmp_path / "run" / "summary.json").unlink()  # as if killed while it was being measured
+    status, out, err = call(*GIVEN, "--out", tmp_path / "run")
+    assert status == 0, err
+    assert "Stage adapt was finished before: validation tau" in out
 
 
 def test_answers_in_the_traffic_are_trained_on_where_they_are_kept(call, toy, tmp_path, monkeypatch):

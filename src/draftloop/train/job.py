@@ -197,6 +197,8 @@ def _stages(material: Material, say: Say, clock: float) -> list[StageOutcome]:
     """Run or take up every stage; `clock` + monotonic time = seconds that the run has taken."""
     folder, recipe = material.folder, material.recipe
     done: list[StageOutcome] = _finished(folder)
+    for one in done:
+        say(f"Stage {one.name} was finished before: validation tau {one.tau:.3f} at step {one.chosen_step}.")
     state: State | None = load(folder / "checkpoints", material.fingerprints)
     position = int(_account(folder)["metrics"])
     here = state if state is not None and state.stage == len(done) else None
