@@ -13,14 +13,13 @@ slot j + 1 of the cache, written when x_{j+1} becomes known; so an anchor sees s
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftloop.core.law import Readout
+from draftloop.drafter.borrower import Borrower
 from draftloop.drafter.cache import DraftCache, FixedDraftCache
 from draftloop.drafter.dflash import MLP, RMSNorm, rotate
 from draftloop.drafter.draft import Draft
@@ -139,7 +138,7 @@ class FixedChainCache(FixedDraftCache, ChainCache):
         self.taken[rows, :width] = prompts.taken[:, :width].to(self.taken.dtype)
 
 
-class ChainDrafter(nn.Module):
+class ChainDrafter(Borrower):
     """What such drafters have in common. A family builds `layer` and says what it takes in and gives out.
 
     Attributes:
@@ -150,10 +149,6 @@ class ChainDrafter(nn.Module):
 
     spec: Any
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._borrowed: tuple[Callable[[Tensor], Tensor], Readout] | None = None  # not parameters, never saved
-
     # the family's part -----------------------------------------------------------------------------------------------
     @property
     def layer(self) -> ChainLayer:
@@ -162,7 +157,7 @@ class ChainDrafter(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """One of the weights, for type and device."""
+        """As `Borrower.weight`."""
         return self.layer.self_attn.o_proj.weight
 
     def join(self, state: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,25 +179,9 @@ class ChainDrafter(nn.Module):
     def settle(self, target: Any) -> None:
         """Initial values that are not generic."""
 
-    @property
-    def readout(self) -> Readout:
-        """The target's readout, unless the family has its own."""
-        assert self._borrowed is not None, "bind the drafter to a target first"
-        return self._borrowed[1]
-
     # what follows ----------------------------------------------------------------------------------------------------
-    def bind(self, embed: Callable[[Tensor], Tensor], readout: Readout) -> Any:
-        """Borrow the target's embedding (ids [...] -> [..., H]) and readout."""
-        self._borrowed = (embed, readout)
-        return self
-
-    def _own(self, x: Tensor) -> Tensor:
-        """What comes from the target, in the drafter's type; under autocast, which chooses for itself, as it is."""
-        return x if torch.is_autocast_enabled(x.device.type) else x.to(self.weight.dtype)
-
     def _joined(self, state: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        assert self._borrowed is not None, "bind the drafter to a target first"
-        return self.join(state, self._own(self._borrowed[0](tokens)))
+        return self.join(state, self._embedded(tokens))
 
     def pack(self, features: Tensor, anchor: Tensor, text: Tensor) -> Draft:
         """Draft from many anchors of many texts at once.

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftloop.core.law import Readout
+from draftloop.drafter.borrower import Borrower
 from draftloop.drafter.cache import DraftCache, FixedDraftCache
 from draftloop.drafter.draft import ParallelDrafter
 from draftloop.drafter.masks import attend, block_mask
@@ -112,7 +112,7 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
-class DFlash(ParallelDrafter, nn.Module):
+class DFlash(ParallelDrafter, Borrower):
     """The drafter. `bind` it to a target before use.
 
     Attributes:
@@ -138,12 +138,11 @@ class DFlash(ParallelDrafter, nn.Module):
         self.layers = nn.ModuleList(self.layer_kind(spec) for _ in range(spec.layers))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps)
         self.mask_embedding = nn.Parameter(torch.zeros(spec.hidden_size)) if spec.learned_mask else None
-        self._borrowed: tuple[Callable[[Tensor], Tensor], Readout] | None = None  # not parameters, never saved
 
-    def bind(self, embed: Callable[[Tensor], Tensor], readout: Readout) -> DFlash:
-        """Borrow the target's embedding (ids [...] -> [..., H]) and readout."""
-        self._borrowed = (embed, readout)
-        return self
+    @property
+    def weight(self) -> Tensor:
+        """As `Borrower.weight`."""
+        return self.fc.weight
 
     @torch.no_grad()
     def settle(self, target: Any) -> None:
@@ -155,32 +154,21 @@ class DFlash(ParallelDrafter, nn.Module):
             total += target.embed(ids.to(target.device)).cpu().double().sum(0)
         self.mask_embedding.copy_(total / target.vocab_size)
 
-    @property
-    def readout(self) -> Readout:
-        """The target's readout."""
-        assert self._borrowed is not None, "bind the drafter to a target first"
-        return self._borrowed[1]
-
     def _block(self, tokens: Tensor) -> Tensor:
         """Anchor tokens int64 [...] -> embeddings [..., B, H]: the anchor, then masks."""
-        assert self._borrowed is not None, "bind the drafter to a target first"
         if self.mask_embedding is not None:
-            first = self._own(self._borrowed[0](tokens)).unsqueeze(-2)
+            first = self._embedded(tokens).unsqueeze(-2)
             masks = self.mask_embedding.to(first.dtype).expand(*tokens.shape, self.spec.block_size - 1, -1)
             return torch.cat([first, masks], -2)
         ids = tokens.unsqueeze(-1).repeat_interleave(self.spec.block_size, -1)
         ids[..., 1:].fill_(self.spec.mask_token_id)
-        return self._own(self._borrowed[0](ids))
+        return self._embedded(ids)
 
     def _context(self, features: Tensor) -> Tensor:
         return self.hidden_norm(self.fc(self._own(features)))  # type: ignore[no-any-return]
 
     def _context_kv(self, layer: nn.Module, context: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         return layer.self_attn.keys_values(context, positions)  # type: ignore[operator, union-attr, no-any-return]
-
-    def _own(self, x: Tensor) -> Tensor:
-        """What comes from the target, in the drafter's type; under autocast, which chooses for itself, as it is."""
-        return x if torch.is_autocast_enabled(x.device.type) else x.to(self.fc.weight.dtype)
 
     def forward(self, features: Tensor, anchor: Tensor, tokens: Tensor) -> Tensor:
         """Draft from many anchors of many trunks at once (the packed path).
