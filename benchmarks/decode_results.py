@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_results import rounded
+from run_rows import whole_rows as read
 
 ROOT = Path(__file__).resolve().parent.parent
 RAW = tuple(ROOT / "results" / "raw" / f"decode-{name}h200.jsonl" for name in ("", "tuned-"))  # a later run wins
@@ -16,17 +17,6 @@ WHERE = ("batch", "temperature", "engine", "kernel")
 CHECKED = ("arm", "temperature", "rule", "kernel", "engine")
 LEFT_OUT = ("kind", "at_s")
 Row = dict[str, Any]
-
-
-def read(path: Path) -> list[Row]:
-    """Rows of one measurement; a last line that a kill cut off is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").split("\n"):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows
 
 
 def derive(raws: Sequence[Path] = RAW) -> dict[Path, str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_results import rounded
+from run_rows import whole_rows as read
 
 from draftloop.evaluate.tau import Tally, acceptance
 
@@ -18,17 +19,6 @@ ORDER = ("dflash", "eagle3", "dspark", "dflash2", "mtp", "ngram")
 TITLES = {"dflash": "DFlash", "eagle3": "EAGLE-3", "dspark": "DSpark", "dflash2": "DFlash 2", "mtp": "MTP head",
           "ngram": "n-gram lookup"}  # fmt: skip
 Row = dict[str, Any]
-
-
-def read(path: Path) -> list[Row]:
-    """Rows of one measurement; a line that a kill cut off is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").split("\n"):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return rows
 
 
 def derive(raw: Path = RAW) -> dict[Path, str]:

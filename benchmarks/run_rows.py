@@ -1,4 +1,4 @@
-"""The raw rows of one run, as `results.py take` left them: the head, the stages, and the walks by arm."""
+"""Reading raw rows: those of one run, as `results.py take` left them, and those of a measurement that may be cut."""
 
 from __future__ import annotations
 
@@ -18,3 +18,14 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, li
             response = Response(row["id"], row["set"], tuple(row["committed"]), tuple(row["accepted"]), row["drafted"])
             arms.setdefault(row["arm"], []).append(response)
     return rows[0], [row for row in rows if row["kind"] == "stage"], arms
+
+
+def whole_rows(path: Path) -> list[dict[str, Any]]:
+    """Every row of a measurement; a line that a kill cut off is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").split("\n"):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows

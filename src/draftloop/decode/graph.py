@@ -290,8 +290,7 @@ def _forget_workspaces() -> None:
 def _compiler(rows: int, drafted: int) -> Callable[[Any], Any]:
     """One token at a time, products are vectors times matrices: tuned, they become reductions that fuse with the rest.
 
-    Measured on an H200 (docs/results.md): a plain round of one row takes 0.7 of the time; a block's takes no less, and
-    tuning it takes a minute.
+    Measured on an H200 (`tuned` in docs/results.md) for a plain round of one row alone, so nothing else is tuned.
     """
     tuned = {"options": {"coordinate_descent_tuning": True}} if rows == 1 and not drafted else {}
     return partial(torch.compile, dynamic=False, **tuned)

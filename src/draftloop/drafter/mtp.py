@@ -107,11 +107,7 @@ class MTP(ChainDrafter):
 
     @torch.no_grad()
     def settle(self, target: Any) -> None:
-        """Begin near the target: the hidden row passes through `fc`, and the last norm is the target's own.
-
-        Measured on SmolLM2 (80 steps of SFT, tau on 12 texts): 1.32, against 1.23 without; with the weights of the
-        target's last layer as well 1.13, for that layer never read what stands behind it.
-        """
+        """Begin near the target: the hidden row passes through `fc`, and the last norm is the target's own."""
         self.fc.weight[:, self.spec.hidden_size :] += torch.eye(self.spec.hidden_size)
         last = getattr(target.model.get_decoder(), "norm", None)
         if type(last) is type(self.norm):

@@ -31,7 +31,7 @@ from draftloop.formats.mtp_names import (
     published,
     scheme_of,
 )
-from draftloop.formats.tensors import AGAIN, COMPLETE, Stored, check_copy, check_kind, header
+from draftloop.formats.tensors import AGAIN, COMPLETE, Stored, check_copy, check_kind, finite, header
 
 SCHEMA = 1
 NATIVE = "native"  # says so where a drafter folder is asked for
@@ -139,14 +139,7 @@ def tensors_of(drafter: MTP, dtype: torch.dtype, where: Path) -> tuple[dict[str,
     spec = drafter.spec
     named = published(drafter.state_dict(), _scheme(spec), spec.num_target_layers)
     tensors = {in_file(name): tensor.detach().to("cpu", dtype).contiguous() for name, tensor in named.items()}
-    for name, tensor in tensors.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise InputError(
-                f"tensor {name} of the drafter holds NaN or infinity, so it is not saved",
-                where=str(where),
-                fix="Go back to an earlier checkpoint and lower the learning rate.",
-            )
-    return tensors, None
+    return finite(tensors, where), None
 
 
 def read_module(files: list[Path], spec: MTPSpec, folder: Path, target: Any = None) -> dict[str, Tensor]:
