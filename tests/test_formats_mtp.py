@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftloop.core.errors import InputError
+from draftloop.formats import mtp
 from draftloop.formats.export import export
 from draftloop.formats.load import load_drafter
 from draftloop.formats.zlab import save_drafter
@@ -206,3 +207,10 @@ def test_a_class_that_no_engine_reads_a_head_of_is_not_exported(tmp_path):
     drafter = mtp_drafter(mtp_target("llama"))
     with pytest.raises(InputError, match="no engine reads a multi-token-prediction head beside a llama"):
         export(drafter, tmp_path / "out", target_name="somewhere")
+
+
+def test_a_model_type_that_is_no_name_is_nobodys_head():
+    for spoilt in ([], {}, [1], None, 3):
+        assert not mtp.claims_native({"model_type": spoilt})
+        assert not mtp.claims_native({"model_type": "x", "text_config": {"model_type": spoilt}})
+    assert mtp.claims_native({"model_type": [], "text_config": {"model_type": "qwen3_5_text"}})

@@ -49,7 +49,8 @@ def claims(config: dict[str, Any]) -> bool:
 def claims_native(config: dict[str, Any]) -> bool:
     """Whether a config.json is of a target whose class may bring its own head along."""
     text = config.get("text_config")
-    kinds = {config.get("model_type"), text.get("model_type") if isinstance(text, dict) else None}
+    given = (config.get("model_type"), text.get("model_type") if isinstance(text, dict) else None)
+    kinds = {kind for kind in given if isinstance(kind, str)}  # a broken file may hold anything
     return "draftloop" not in config and bool(kinds & set(SCHEMES))
 
 
