@@ -4,6 +4,7 @@
     cp -r runs/prepared runs/families/FAMILY && draftloop train recipes/families/FAMILY.yaml data.dir=data    each
     python benchmarks/families.py tau --prompts FILE ... --out FILE     the exact offline evaluation, all at once
     python benchmarks/families.py speed --prompts FILE ... --out FILE   decoding at batch 1, one after the other
+    python benchmarks/families.py confidence --prompts FILE ... --out FILE   what a confidence head saves
 
 The run of a family is RUNS/FAMILY; `ngram` is n-gram lookup, which has none. What OUT already holds is not measured
 again, so a part that was cut off goes on with the same command. A family that fails is told in a row of its own, and
@@ -34,14 +35,18 @@ from draftloop.drafter.build import for_decoding, new_drafter
 from draftloop.drafter.ngram import NAME as NGRAM
 from draftloop.evaluate.offline import offline
 from draftloop.evaluate.speed import compare
+from draftloop.evaluate.walk import walk
 from draftloop.formats.load import load_drafter
 from draftloop.recipe import DataPart, ResponsePart
+from draftloop.supervise.lesson import FeatureStore, Lesson
 from draftloop.supervise.responses import prepare_trunks
 from draftloop.target.load import load_target
 from draftloop.train.material import command, hardware, versions
 
 Row = dict[str, Any]
 FAMILIES = ("dflash", "eagle3", "dspark", "dflash2", "mtp")
+CONFIDENT = ("dspark",)  # families with a confidence head
+THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 WAYS = ((0.0, "match"), (1.0, "match"), (1.0, "ratio"))  # temperature, rule; at T = 0 the rules are one
 
 
@@ -72,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tau", "speed"))
+    parser.add_argument("what", choices=("tau", "speed", "confidence"))
     parser.add_argument("--families", nargs="+", default=[*FAMILIES, NGRAM], help="default: all, and ngram")
     parser.add_argument("--runs", type=Path, default=Path("runs/families"), help="RUNS/FAMILY is a family's run")
     parser.add_argument("--prompts", nargs="+", required=True, help="prompt files")
@@ -95,10 +100,10 @@ def measure(options: argparse.Namespace) -> int:
     prompts = [prompt for name in options.prompts for prompt in read_prompts([name], Path("."), None)]
     if ("run", None) not in book.done:
         book.add([head_of(options, target)])
-    work = tau if options.what == "tau" else speed
-    texts = texts_of(options, target, prompts) if options.what == "tau" else requests_of(options, target, prompts)
+    work = {"tau": tau, "speed": speed, "confidence": confidence}[options.what]
+    texts = requests_of(options, target, prompts) if options.what == "speed" else texts_of(options, target, prompts)
     failed = 0
-    for family in options.families:
+    for family in options.families if options.what != "confidence" else CONFIDENT:
         if (options.what, family) in book.done:
             continue
         began = time.perf_counter()
@@ -193,6 +198,19 @@ def account(options: argparse.Namespace, family: str, drafter: Any) -> Row:
     stages = [{key: stage[key] for key in keys} for stage in summary["stages"]]
     told = {key: summary["drafter"][key] for key in ("bytes", "block_size", "layers", "target_layers")}
     return said | told | {"command": summary["command"], "delivered": summary["delivered"], "stages": stages}
+
+
+def confidence(options: argparse.Namespace, target: Any, family: str, texts: dict[float, list[Trunk]]) -> list[Row]:
+    """Greedy verification of no more drafts than confidence says, and of no more than the first n, on the same texts."""
+    drafter = for_decoding(drafter_of(options, target, family), target)
+    store = FeatureStore(target, drafter.spec.target_layers, 2**34)
+    lessons = [Lesson(trunk) for trunk in texts[0.0]]
+    rows = []
+    for way, value in [("first", n) for n in range(1, drafter.spec.drafted + 1)] + [("above", c) for c in THRESHOLDS]:
+        how: dict[str, Any] = {"at_most": value} if way == "first" else {"confidence": value}
+        for one in walk(drafter, lessons, store, **how):
+            rows.append({"kind": "confidence", "family": family, "way": way, "value": value, **short(asdict(one.tally))})
+    return rows
 
 
 # speed ---------------------------------------------------------------------------------------------------------------

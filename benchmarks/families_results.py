@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from bench_results import rounded
 from run_rows import whole_rows as read
 
@@ -36,14 +37,14 @@ def summarise(rows: list[Row]) -> Row:
         if row["kind"] == "tally":
             name = f"t{row['temperature']:g}" + (f"_{row['rule']}" if row["temperature"] else "")
             key = (row["family"], name if row["arm"] == "trained" else row["arm"])
-            told = {one.name: row[one.name] for one in fields(Tally)}
-            tallies.setdefault(key, []).append(
-                Tally(**{name: tuple(value) if isinstance(value, list) else value for name, value in told.items()})
-            )
+            tallies.setdefault(key, []).append(_tally(row))
+    shortened: dict[tuple[str, str, float], list[Tally]] = {}
     found: dict[str, Row] = {}
     for row in rows:
         if row["kind"] == "tau":
             found.setdefault(row["family"], {}).update(_account(row))
+        elif row["kind"] == "confidence":
+            shortened.setdefault((row["family"], row["way"], row["value"]), []).append(_tally(row))
         elif row["kind"] == "speed":
             keys = ("tokens_per_s", "plain_tokens_per_s", "ms_per_round", "round_cost", "speedup", "prompts")
             found.setdefault(row["family"], {})["speed"] = {key: row[key] for key in keys} | {"tau": row["tau_pooled"]}
@@ -55,6 +56,10 @@ def summarise(rows: list[Row]) -> Row:
         found.setdefault(family, {}).setdefault("tau", {})[name] = measure.to_json()
         if family == "ngram" and name == "t0":
             found[family]["tau_untrained"] = measure.tau_pooled  # nothing of it is ever trained
+    for (family, way, value), some in shortened.items():
+        measure = acceptance(some, resamples=1)
+        told = {"way": way, "value": value, "tau": measure.tau_pooled, "verified": measure.verified}
+        found.setdefault(family, {}).setdefault("verifying_less", []).append(told)
     keys = ("family", "what", "why")  # the last word on each
     last = {(row["family"], row["what"]): row for row in rows if row["kind"] == "failed"}
     failed = [{key: row[key] for key in keys} for row in last.values()]
@@ -65,6 +70,11 @@ def summarise(rows: list[Row]) -> Row:
         "families": {name: found[name] for name in ORDER if name in found},
         "failed": [one for one in failed if (one["what"], one["family"]) not in measured],
     }
+
+
+def _tally(row: Row) -> Tally:
+    told = {one.name: row[one.name] for one in fields(Tally)}
+    return Tally(**{name: tuple(value) if isinstance(value, list) else value for name, value in told.items()})
 
 
 def _account(row: Row) -> Row:
@@ -120,7 +130,32 @@ def table(raw: Path = RAW) -> str:
     lines += [
         f"\n{TITLES.get(one['family'], one['family'])}: {one['what']} failed ({one['why']})." for one in found["failed"]
     ]
+    for name, row in found["families"].items():
+        if "verifying_less" in row:
+            lines += _less(name, row["verifying_less"])
     return "\n".join([*lines, ""])
+
+
+def _less(name: str, cells: list[Row]) -> list[str]:
+    """Drafts verified by confidence beside the same number of drafts verified always."""
+    whole = sorted((cell["verified"], cell["tau"]) for cell in cells if cell["way"] == "first")
+    lines = [
+        "",
+        f"{TITLES[name]}'s confidence head, T = 0: a draft is verified while the product of confidences is above the"
+        " threshold. Beside it, tau of verifying always as many, the first n (between whole n: on the line).",
+        "",
+        "| threshold | drafts verified a round | tau | tau of as many always | verified a token | of always as many |",
+        "|---|---|---|---|---|---|",
+    ]
+    for cell in cells:
+        if cell["way"] == "above":
+            other = float(np.interp(cell["verified"], *zip(*whole, strict=True)))
+            lines.append(
+                f"| {cell['value']:g} | {cell['verified']:.2f} | {cell['tau']:.3f} | {other:.3f}"
+                f" | {(cell['verified'] + 1) / cell['tau']:.2f} | {(cell['verified'] + 1) / other:.2f} |"
+            )
+    rows = ", ".join(f"{n:.0f}: {tau:.3f}" for n, tau in whole)
+    return [*lines, "", f"Tau of verifying always the first n: {rows}."]
 
 
 def choice(raw: Path = RAW) -> str:

@@ -117,6 +117,8 @@ def place(tmp_path_factory):
     part = DrafterPart(block_size=4, layers=1, target_layers=[0, 2])
     for run in ("runs/mine", "runs/families/dflash"):
         save_drafter(new_drafter(spec_for(part, target), target), folder / run / "drafter")
+    sure = DrafterPart(family="dspark", block_size=4, layers=1, target_layers=[0, 2])
+    save_drafter(new_drafter(spec_for(sure, target), target), folder / "runs/families/dspark/drafter")
     stage = {**STAGE, "name": "untrained", "steps": 0}
     summary = {"drafter": {"bytes": 1, "block_size": 4, "layers": 1, "target_layers": [0, 2]}, "command": "c"}
     summary |= {"delivered": "untrained", "stages": [stage]}
@@ -166,9 +168,17 @@ def test_families_are_measured_each_for_itself(room, place, monkeypatch, tmp_pat
         with pytest.raises(SystemExit) as done:
             room[0].main([what, *given])
         assert done.value.code == 1  # there is no run of mtp
+    with pytest.raises(SystemExit) as done:
+        room[0].main(["confidence", *given])
+    assert done.value.code == 0
     before = out.read_text(encoding="utf-8")
     found = room[1].summarise(room[1].read(out))
-    assert set(found["families"]) == {"dflash", "ngram"}
+    assert set(found["families"]) == {"dflash", "dspark", "ngram"}
+    less = found["families"]["dspark"]["verifying_less"]
+    assert [(cell["way"], cell["value"]) for cell in less[:4]] == [("first", n) for n in (1, 2, 3, 4)]
+    assert [cell["verified"] for cell in less[:4]] == [1, 2, 3, 4]  # its anchor slot drafts too
+    assert all(one["verified"] >= other["verified"] for one, other in zip(less[4:], less[5:], strict=False))
+    assert "| 0.9 |" in room[1].table(out)
     for name in ("dflash", "ngram"):
         assert set(found["families"][name]["tau"]) == {"t0", "t1_match", "t1_ratio"}
         assert found["families"][name]["speed"]["tokens_per_s"] > 0

@@ -18,8 +18,9 @@ from draftloop.decode.trace import Options, Request
 from draftloop.evaluate import speed
 from draftloop.evaluate.speed import compare
 from draftloop.evaluate.tau import acceptance
-from draftloop.evaluate.walk import responses_of, walk
+from draftloop.evaluate.walk import anchors_of, drafted_rows, responses_of, walk
 from draftloop.supervise.lesson import Lesson
+from draftloop.supervise.propose import greedy_run
 from tests.lessons import BLOCK, DRAFTED, DRAFTERS, KINDS, LENGTH, greedy_trunks, world
 
 
@@ -68,6 +69,30 @@ def test_whatever_the_end_and_the_length(kind, data):
         trunks = greedy_trunks(here.target, [trunk.prompt for trunk in here.trunks[:3]], length)
         walked = walk(here.drafters[name], [Lesson(trunk) for trunk in trunks], here.store(), slots=BLOCK * 4)
         assert walked == really(here, name, trunks, length)
+
+
+@pytest.mark.parametrize("most", range(1, DRAFTED + 1))
+def test_a_round_may_verify_its_first_drafts_only(most):
+    here = world("llama")
+    drafter = here.drafters["patchy"]
+    walked = walk(drafter, here.lessons(), here.store(), at_most=most)
+    whole = walk(drafter, here.lessons(), here.store())
+    if most == DRAFTED:
+        assert [(one.committed, one.accepted) for one in walked] == [(one.committed, one.accepted) for one in whole]
+    else:
+        assert acceptance(walked).tau_pooled < acceptance(whole).tau_pooled
+    lessons, store = here.lessons(), here.store()
+    store.fill(lessons)
+    for lesson, response in zip(lessons, walked, strict=True):
+        anchors = anchors_of(lesson.trunk, here.target.device)
+        runs = greedy_run(*drafted_rows(drafter, lesson, anchors), drafter.readout).tolist()
+        place, left = 0, len(runs)
+        for committed, accepted in zip(response.committed, response.accepted, strict=True):
+            assert accepted == min(runs[place], most, left)
+            assert committed == min(accepted + 1, left)
+            place, left = place + committed, left - committed
+        assert left == 0
+        assert set(response.lengths) == {most}
 
 
 def test_neither_slots_nor_budget_nor_order_matter():

@@ -25,7 +25,13 @@ from draftloop.supervise.propose import greedy_run
 
 @torch.no_grad()
 def walk(
-    drafter: Any, lessons: Sequence[Lesson], store: FeatureStore, *, slots: int = 4096, confidence: float | None = None
+    drafter: Any,
+    lessons: Sequence[Lesson],
+    store: FeatureStore,
+    *,
+    slots: int = 4096,
+    confidence: float | None = None,
+    at_most: int | None = None,
 ) -> list[Response]:
     """The verification steps that greedy decoding with this drafter would take on these trunks.
 
@@ -35,14 +41,16 @@ def walk(
         store: where features come from.
         slots: drafted slots (anchors x block) in one forward.
         confidence: as in `Options`.
+        at_most: verify only the first so many drafts of each round; what `confidence` has to beat.
 
     Raises:
         InputError: a trunk has several responses.
     """
     out = []
+    most = drafter.spec.drafted if at_most is None else at_most
     per_forward = max(1, slots // drafter.spec.block_size)
     for lesson in lessons:
-        first, last = lesson.trunk.first, len(lesson.trunk) - 1
+        begin, last = lesson.trunk.first, len(lesson.trunk) - 1
         anchors = anchors_of(lesson.trunk, store.target.device)
         reads = bool(drafter.spec.target_layers)  # a lookup reads the text alone
         if reads:
@@ -58,17 +66,17 @@ def walk(
         if reads:
             store.release([lesson])
         committed, accepted, verified = [], [], []
-        anchor = first
+        anchor = begin
         while anchor < last:
-            length = lengths[anchor - first] if lengths else drafter.spec.drafted
-            run = min(runs[anchor - first], length)
+            length = min(most, lengths[anchor - begin]) if lengths else most
+            run = min(runs[anchor - begin], length)
             verified.append(length)
             gain = min(run + 1, last - anchor)
             committed.append(gain)
             accepted.append(min(run, gain))
             anchor += gain
         name = f"{lesson.trunk.id}#{lesson.trunk.sample}"
-        shown = None if confidence is None else tuple(verified)
+        shown = None if confidence is None and at_most is None else tuple(verified)
         out.append(Response(name, lesson.trunk.set, tuple(committed), tuple(accepted), drafter.spec.drafted, shown))
     return out
 
