@@ -2,7 +2,8 @@
 
     draftloop prepare recipes/families/dflash.yaml data.dir=data --out runs/prepared     the answers, once for all
     cp -r runs/prepared runs/families/FAMILY && draftloop train recipes/families/FAMILY.yaml data.dir=data    each
-    python benchmarks/families.py tau --prompts FILE ... --out FILE     the exact offline evaluation, all at once
+    python benchmarks/families.py greedy --out FILE      tau at T = 0: the walks of the runs' own test prompts
+    python benchmarks/families.py sampled --prompts FILE ... --out FILE     tau at T = 1, the exact offline evaluation
     python benchmarks/families.py speed --prompts FILE ... --out FILE   decoding at batch 1, one after the other
     python benchmarks/families.py confidence --prompts FILE ... --out FILE   what a confidence head saves
 
@@ -21,8 +22,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from run_rows import walks, whole_rows
 
 from draftloop.core.draws import key_of
 from draftloop.core.errors import DraftloopError, InputError
@@ -31,7 +35,7 @@ from draftloop.core.law import Sampling
 from draftloop.data.prompts import Prompt, read_prompts
 from draftloop.data.trunk import Trunk
 from draftloop.decode.trace import Options, Request
-from draftloop.drafter.build import for_decoding, new_drafter
+from draftloop.drafter.build import for_decoding
 from draftloop.drafter.ngram import NAME as NGRAM
 from draftloop.evaluate.offline import offline
 from draftloop.evaluate.speed import compare
@@ -47,7 +51,7 @@ Row = dict[str, Any]
 FAMILIES = ("dflash", "eagle3", "dspark", "dflash2", "mtp")
 CONFIDENT = ("dspark",)  # families with a confidence head
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-WAYS = ((0.0, "match"), (1.0, "match"), (1.0, "ratio"))  # temperature, rule; at T = 0 the rules are one
+RULES = ("match", "ratio")
 
 
 class Book:
@@ -77,10 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tau", "speed", "confidence"))
+    parser.add_argument("what", choices=("greedy", "sampled", "speed", "confidence"))
     parser.add_argument("--families", nargs="+", default=[*FAMILIES, NGRAM], help="default: all, and ngram")
     parser.add_argument("--runs", type=Path, default=Path("runs/families"), help="RUNS/FAMILY is a family's run")
-    parser.add_argument("--prompts", nargs="+", required=True, help="prompt files")
+    parser.add_argument("--prompts", nargs="+", default=[], help="prompt files")
     parser.add_argument("--out", type=Path, required=True, help="raw rows, JSON lines")
     parser.add_argument("--target", default="smollm2", help="checkpoint folder, hub id, or smollm2")
     parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
@@ -96,20 +100,32 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def measure(options: argparse.Namespace) -> int:
     """Measure what is missing; 1 if a family failed."""
     book = Book(options.out)
+    families = CONFIDENT if options.what == "confidence" else options.families
+    if options.what == "greedy":
+        return each(options, book, families, partial(greedy, options))
+    if not options.prompts:
+        raise InputError(f"{options.what} needs prompts", where="--prompts", fix="Name the runs' test files.")
     target = load_target(options.target, device=options.device)
     prompts = [prompt for name in options.prompts for prompt in read_prompts([name], Path("."), None)]
     if ("run", None) not in book.done:
         book.add([head_of(options, target)])
-    work = {"tau": tau, "speed": speed, "confidence": confidence}[options.what]
-    texts = requests_of(options, target, prompts) if options.what == "speed" else texts_of(options, target, prompts)
+    if options.what == "speed":
+        return each(options, book, families, partial(speed, options, target, requests_of(options, target, prompts)))
+    texts = texts_of(options, target, prompts, 1.0 if options.what == "sampled" else 0.0)
+    work = sampled if options.what == "sampled" else confidence
+    return each(options, book, families, partial(work, options, target, texts))
+
+
+def each(options: argparse.Namespace, book: Book, families: Sequence[str], work: Callable[[str], list[Row]]) -> int:
+    """Add what comes of every family that is not there; 1 if one failed."""
     failed = 0
-    for family in options.families if options.what != "confidence" else CONFIDENT:
+    for family in families:
         if (options.what, family) in book.done:
             continue
         began = time.perf_counter()
         try:
             with at_most(options.limit_s):
-                book.add(work(options, target, family, texts))
+                book.add(work(family))
             print(f"{options.what} {family}: {time.perf_counter() - began:.1f} s", flush=True)
         except Exception as error:  # whatever it is, the other families go on
             why = " ".join(str(error).split())[:300]
@@ -136,36 +152,41 @@ def head_of(options: argparse.Namespace, target: Any) -> Row:
 
 
 # tau -----------------------------------------------------------------------------------------------------------------
-def texts_of(options: argparse.Namespace, target: Any, prompts: list[Prompt]) -> dict[float, list[Trunk]]:
-    """The target's answers at each temperature, drawn once."""
-    out = {}
-    for temperature in dict.fromkeys(t for t, _ in WAYS):
-        answers = ResponsePart(
-            max_new_tokens=options.max_new_tokens, temperature=temperature, batch_size=options.batch_size
-        )
-        data = DataPart(max_prompt_tokens=options.max_prompt_tokens, response=answers)
-        file = options.runs / "answers" / f"t{temperature:g}.jsonl"
-        out[temperature] = prepare_trunks(target, prompts, data, file).trunks
-    return out
+def greedy(options: argparse.Namespace, family: str) -> list[Row]:
+    """What the family is, and a tally an answer, as its run walked them: delivered and untrained."""
+    run = options.runs / (family if family != NGRAM else next(one for one in options.families if one != NGRAM))
+    if not (run / "summary.json").is_file():
+        raise InputError("there is no summary", where=str(run), fix="Let the run of this family end.")
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    arms, said = {"untrained": "untrained", summary["delivered"]: "trained"}, account(summary)
+    if family == NGRAM:
+        arms, said = {NGRAM: "trained"}, {"parameters": 0, "name": summary[NGRAM]["name"]}
+    walked = {arms[name]: some for name, some in walks(whole_rows(run / "raw.jsonl")).items() if name in arms}
+    said["drafted"] = walked["trained"][0].drafted
+    where = {"kind": "tally", "family": family, "temperature": 0.0, "rule": "match"}
+    counted = [{**where, "arm": arm, **short(asdict(one.tally))} for arm, some in walked.items() for one in some]
+    return [{"kind": "greedy", "family": family, **said}, *counted]
 
 
-def tau(options: argparse.Namespace, target: Any, family: str, texts: dict[float, list[Trunk]]) -> list[Row]:
-    """What the family is, and a tally an answer: trained and untrained at T = 0, trained at T = 1 by both rules."""
-    drafter = drafter_of(options, target, family)
-    trained = for_decoding(drafter, target)
-    arms = {"trained": trained}
-    if family != NGRAM:
-        arms["untrained"] = for_decoding(new_drafter(drafter.spec, target), target)
-    rows = []
-    for temperature, rule in WAYS:
-        used = arms if temperature == 0 else {"trained": trained}
-        how = Options(options.max_new_tokens, Sampling(temperature), rule)  # type: ignore[arg-type]
-        found = offline(target, list(used.values()), texts[temperature], how)
-        where = {"kind": "tally", "family": family, "temperature": temperature, "rule": rule}
-        rows += [
-            {**where, "arm": arm, **short(asdict(one))} for arm, some in zip(used, found, strict=True) for one in some
-        ]
-    return [{"kind": "tau", "family": family, **account(options, family, drafter)}, *rows]
+def texts_of(options: argparse.Namespace, target: Any, prompts: list[Prompt], temperature: float) -> list[Trunk]:
+    """The target's answers, drawn once."""
+    answers = ResponsePart(
+        max_new_tokens=options.max_new_tokens, temperature=temperature, batch_size=options.batch_size
+    )
+    data = DataPart(max_prompt_tokens=options.max_prompt_tokens, response=answers)
+    return prepare_trunks(target, prompts, data, options.runs / "answers" / f"t{temperature:g}.jsonl").trunks
+
+
+def sampled(options: argparse.Namespace, target: Any, texts: list[Trunk], family: str) -> list[Row]:
+    """A tally an answer, by both rules."""
+    drafter = for_decoding(drafter_of(options, target, family), target)
+    rows: list[Row] = [{"kind": "sampled", "family": family}]
+    for rule in RULES:
+        how = Options(options.max_new_tokens, Sampling(1.0), rule)  # type: ignore[arg-type]
+        (found,) = offline(target, [drafter], texts, how)
+        where = {"kind": "tally", "family": family, "temperature": 1.0, "rule": rule, "arm": "trained"}
+        rows += [{**where, **short(asdict(one))} for one in found]
+    return rows
 
 
 def short(value: Any) -> Any:
@@ -185,31 +206,28 @@ def drafter_of(options: argparse.Namespace, target: Any, family: str) -> Any:
     return drafter
 
 
-def account(options: argparse.Namespace, family: str, drafter: Any) -> Row:
-    """Size and training, from the run's own summary."""
-    said: Row = {"drafted": drafter.spec.drafted, "parameters": sum(p.numel() for p in drafter.parameters())}
-    if family == NGRAM:
-        return {**said, "name": drafter.spec.name}
-    file = options.runs / family / "summary.json"
-    if not file.is_file():
-        raise InputError("there is no summary", where=str(file), fix="Let the run of this family end.")
-    summary = json.loads(file.read_text(encoding="utf-8"))
+def account(summary: Row) -> Row:
+    """Size and training, as a run's summary tells them."""
+    drafter = summary["drafter"]
     keys = ("name", "steps", "labels", "seconds", "chosen_step", "tau_pooled")
     stages = [{key: stage[key] for key in keys} for stage in summary["stages"]]
-    told = {key: summary["drafter"][key] for key in ("bytes", "block_size", "layers", "target_layers")}
-    return said | told | {"command": summary["command"], "delivered": summary["delivered"], "stages": stages}
+    told = {key: drafter[key] for key in ("parameters", "bytes", "block_size", "layers", "target_layers")}
+    said = {"command": summary["command"], "delivered": summary["delivered"], "hardware": summary["hardware"]}
+    return told | said | {"stages": stages}
 
 
-def confidence(options: argparse.Namespace, target: Any, family: str, texts: dict[float, list[Trunk]]) -> list[Row]:
-    """Greedy verification of no more drafts than confidence says, and of no more than the first n, on the same texts."""
+def confidence(options: argparse.Namespace, target: Any, texts: list[Trunk], family: str) -> list[Row]:
+    """Greedy verification of the drafts that confidence lets through, and of the first n always, on the same texts."""
     drafter = for_decoding(drafter_of(options, target, family), target)
     store = FeatureStore(target, drafter.spec.target_layers, 2**34)
-    lessons = [Lesson(trunk) for trunk in texts[0.0]]
-    rows = []
+    lessons = [Lesson(trunk) for trunk in texts]
+    rows: list[Row] = []
     for way, value in [("first", n) for n in range(1, drafter.spec.drafted + 1)] + [("above", c) for c in THRESHOLDS]:
         how: dict[str, Any] = {"at_most": value} if way == "first" else {"confidence": value}
         for one in walk(drafter, lessons, store, **how):
-            rows.append({"kind": "confidence", "family": family, "way": way, "value": value, **short(asdict(one.tally))})
+            rows.append(
+                {"kind": "confidence", "family": family, "way": way, "value": value, **short(asdict(one.tally))}
+            )
     return rows
 
 
@@ -227,7 +245,7 @@ def requests_of(options: argparse.Namespace, target: Any, prompts: list[Prompt])
     return turns[: options.decode_prompts]
 
 
-def speed(options: argparse.Namespace, target: Any, family: str, requests: list[tuple[str, str, Request]]) -> list[Row]:
+def speed(options: argparse.Namespace, target: Any, requests: list[tuple[str, str, Request]], family: str) -> list[Row]:
     """Greedy decoding at batch 1, each prompt plain and speculative in turn."""
     drafter = for_decoding(drafter_of(options, target, family), target)
     how = Options(min(128, options.max_new_tokens), batch_size=1)

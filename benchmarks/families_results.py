@@ -41,7 +41,7 @@ def summarise(rows: list[Row]) -> Row:
     shortened: dict[tuple[str, str, float], list[Tally]] = {}
     found: dict[str, Row] = {}
     for row in rows:
-        if row["kind"] == "tau":
+        if row["kind"] == "greedy":
             found.setdefault(row["family"], {}).update(_account(row))
         elif row["kind"] == "confidence":
             shortened.setdefault((row["family"], row["way"], row["value"]), []).append(_tally(row))
@@ -63,7 +63,8 @@ def summarise(rows: list[Row]) -> Row:
     keys = ("family", "what", "why")  # the last word on each
     last = {(row["family"], row["what"]): row for row in rows if row["kind"] == "failed"}
     failed = [{key: row[key] for key in keys} for row in last.values()]
-    measured = {("tau", name) for name, row in found.items() if "tau" in row}
+    measured = {("greedy", name) for name, row in found.items() if "t0" in row.get("tau", {})}
+    measured |= {("sampled", name) for name, row in found.items() if "t1_ratio" in row.get("tau", {})}
     measured |= {("speed", name) for name, row in found.items() if "speed" in row}
     return {
         "settings": {key: value for key, value in head.items() if key != "kind"},
@@ -95,13 +96,15 @@ def table(raw: Path = RAW) -> str:
     found = summarise(read(raw))
     head = found["settings"]
     machine = head["hardware"].get("gpu") or f"{head['hardware']['threads']} CPU threads"
+    count = head["trained_side_by_side"]
+    together = "one training at a time" if count == 1 else f"{count} trainings side by side"
     sets = sorted(
         {name for row in found["families"].values() for name in row.get("tau", {}).get("t0", {}).get("sets", {})}
     )
     lines = [
         f"`recipes/families/*.yaml`, then `benchmarks/families.py`, on {machine}, torch {head['versions']['torch']},"
-        f" transformers {head['versions']['transformers']}; {head['trained_side_by_side']} trainings side by side"
-        " on one device. Tau by the exact offline evaluation (T = 1 by both rules), intervals over prompts.",
+        f" transformers {head['versions']['transformers']}; {together} on one device. Tau at T = 0 as the runs walked"
+        " their test prompts, at T = 1 by the exact offline evaluation under both rules; intervals over prompts.",
         "",
         "| family | tau, T = 0 | 95 % | untrained | " + " | ".join(sets) + " | T = 1, match | T = 1, ratio |",
         "|---" * (6 + len(sets)) + "|",

@@ -12,12 +12,17 @@ from draftloop.evaluate.tau import Response
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, list[Response]]]:
     """The head, the stages and the walks of one run."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return rows[0], [row for row in rows if row["kind"] == "stage"], walks(rows)
+
+
+def walks(rows: list[dict[str, Any]]) -> dict[str, list[Response]]:
+    """The walked answers by arm."""
     arms: dict[str, list[Response]] = {}
     for row in rows:
         if row["kind"] == "walk":
             response = Response(row["id"], row["set"], tuple(row["committed"]), tuple(row["accepted"]), row["drafted"])
             arms.setdefault(row["arm"], []).append(response)
-    return rows[0], [row for row in rows if row["kind"] == "stage"], arms
+    return arms
 
 
 def whole_rows(path: Path) -> list[dict[str, Any]]:

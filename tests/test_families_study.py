@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -67,14 +68,14 @@ HEAD = {"kind": "run", "hardware": {"gpu": "X"}, "versions": {"torch": "1", "tra
 STAGE = {"name": "sft", "steps": 7, "labels": 70, "seconds": 9.5, "chosen_step": 7, "tau_pooled": 2.0}
 ROWS = [
     HEAD,
-    {"kind": "tau", "family": "dflash", "drafted": 7, "parameters": 5_000_000, "bytes": 9, "layers": 2, "command": "t",
+    {"kind": "greedy", "family": "dflash", "drafted": 7, "parameters": 5_000_000, "bytes": 9, "layers": 2, "command": "t",
      "stages": [{**STAGE, "steps": 0, "labels": 0, "seconds": 0.0}, STAGE]},
     tally("dflash", "trained", 0.0, "match", 30, 15), tally("dflash", "trained", 0.0, "match", 30, 10, "b"),
     tally("dflash", "untrained", 0.0, "match", 30, 30), tally("dflash", "trained", 1.0, "match", 30, 20),
     tally("dflash", "trained", 1.0, "ratio", 30, 12),
-    {"kind": "tau", "family": "ngram", "drafted": 7, "parameters": 0, "name": "ngram:7:2:4"},
+    {"kind": "greedy", "family": "ngram", "drafted": 7, "parameters": 0, "name": "ngram:7:2:4"},
     tally("ngram", "trained", 0.0, "match", 30, 25),
-    {"kind": "failed", "family": "mtp", "what": "tau", "why": "no summary"},
+    {"kind": "failed", "family": "mtp", "what": "greedy", "why": "no summary"},
     {"kind": "failed", "family": "ngram", "what": "speed", "why": "late"},
     {"kind": "speed", "family": "ngram", "prompts": 4, "plain_tokens_per_s": 100.0, "tokens_per_s": 90.0,
      "ms_per_round": 2.0, "round_cost": 1.3, "speedup": 0.9, "tau_pooled": 1.17},
@@ -98,7 +99,7 @@ def test_figures_come_from_the_raw_rows_and_from_what_of_them_there_is(room, tmp
     assert [one["family"] for one in found["failed"]] == ["mtp"]  # the other was measured in the end
     wide, short = room[1].table(raw), room[1].choice(raw)
     assert "| DFlash | 2.40 |" in wide
-    assert "MTP head: tau failed (no summary)" in wide
+    assert "MTP head: greedy failed (no summary)" in wide
     assert "0.90 (SLOWER)" in wide
     assert "0.90 (SLOWER)" in short
     assert "Not measured: EAGLE-3, DSpark, DFlash 2, MTP head." in short
@@ -120,9 +121,15 @@ def place(tmp_path_factory):
     sure = DrafterPart(family="dspark", block_size=4, layers=1, target_layers=[0, 2])
     save_drafter(new_drafter(spec_for(sure, target), target), folder / "runs/families/dspark/drafter")
     stage = {**STAGE, "name": "untrained", "steps": 0}
-    summary = {"drafter": {"bytes": 1, "block_size": 4, "layers": 1, "target_layers": [0, 2]}, "command": "c"}
-    summary |= {"delivered": "untrained", "stages": [stage]}
+    told = {"parameters": 3, "bytes": 1, "block_size": 4, "layers": 1, "target_layers": [0, 2]}
+    summary = {"drafter": told, "command": "c", "hardware": {}, "ngram": {"name": "ngram:3:2:4"}}
+    summary |= {"delivered": "sft", "stages": [stage]}
     (folder / "runs/families/dflash/summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    walked = {"kind": "walk", "id": "a:1", "set": "a", "drafted": 3}
+    arms = {"untrained": (1, 1, 1), "sft": (2, 1), "sft-continued": (3,), "ngram": (1, 2)}
+    rows = [{**walked, "arm": arm, "committed": n, "accepted": [one - 1 for one in n]} for arm, n in arms.items()]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "runs/families/dflash/raw.jsonl").write_text(text, encoding="utf-8")
     return folder
 
 
@@ -164,7 +171,7 @@ def test_families_are_measured_each_for_itself(room, place, monkeypatch, tmp_pat
         "my-model",
     ]
     given += ["--device", "cpu", "--max-new-tokens", "8", "--decode-prompts", "1"]
-    for what in ("tau", "speed"):
+    for what in ("greedy", "sampled", "speed"):
         with pytest.raises(SystemExit) as done:
             room[0].main([what, *given])
         assert done.value.code == 1  # there is no run of mtp
@@ -177,14 +184,22 @@ def test_families_are_measured_each_for_itself(room, place, monkeypatch, tmp_pat
     less = found["families"]["dspark"]["verifying_less"]
     assert [(cell["way"], cell["value"]) for cell in less[:4]] == [("first", n) for n in (1, 2, 3, 4)]
     assert [cell["verified"] for cell in less[:4]] == [1, 2, 3, 4]  # its anchor slot drafts too
-    assert all(one["verified"] >= other["verified"] for one, other in zip(less[4:], less[5:], strict=False))
+    assert all(one["verified"] >= other["verified"] for one, other in pairwise(less[4:]))
     assert "| 0.9 |" in room[1].table(out)
+    assert (
+        found["families"]["dflash"]["tau"]["t0"]["tau_pooled"]
+        == found["families"]["ngram"]["tau"]["t0"]["tau_pooled"]
+        == 1.5
+    )
+    assert found["families"]["dflash"]["tau_untrained"] == 1
     for name in ("dflash", "ngram"):
         assert set(found["families"][name]["tau"]) == {"t0", "t1_match", "t1_ratio"}
         assert found["families"][name]["speed"]["tokens_per_s"] > 0
-    assert {(one["family"], one["what"]) for one in found["failed"]} == {("mtp", "tau"), ("mtp", "speed")}
+    assert {(one["family"], one["what"]) for one in found["failed"]} == {
+        ("mtp", what) for what in ("greedy", "sampled", "speed")
+    }
     with pytest.raises(SystemExit):  # what is there is not measured again
-        room[0].main(["tau", *given])
+        room[0].main(["sampled", *given])
     assert [json.loads(line)["kind"] for line in out.read_text(encoding="utf-8")[len(before) :].splitlines()] == [
         "failed"
     ]
