@@ -19,6 +19,7 @@ from torch import Tensor
 from draftloop.core.draws import Purpose, bits, uniforms_after
 from draftloop.core.host import sent
 from draftloop.decode.round import RowState
+from draftloop.decode.rules import matching
 from draftloop.decode.trace import Options, Request
 
 
@@ -101,7 +102,8 @@ class FixedRows(RowState):
         self._feeding = drafter  # prompts come in every length: for them nothing is compiled
         self._hashed = uniforms_after if compiler is None else compiler(uniforms_after)
         if compiler is not None:
-            self._committed, self._matching = compiler(RowState._committed), compiler(RowState._matching)  # type: ignore[method-assign]
+            self._committed = compiler(RowState._committed)  # type: ignore[method-assign]
+            self._matching = (compiler(matching),)
             self.drafter = _Compiled(drafter, compiler) if drafter is not None else None
         device, k = target.device, self.drafted
         capacity = -(-(longest + k + 1) // 64) * 64  # attention kernels want whole tiles
@@ -135,7 +137,10 @@ class FixedRows(RowState):
         out = self.play()
         cut, proposal = out.cut, out.proposal
         if self.hidden is not None:
-            place = (self.cache.row, self.anchor.unsqueeze(1) + torch.arange(out.tokens.shape[1], device=self.at.device))
+            place = (
+                self.cache.row,
+                self.anchor.unsqueeze(1) + torch.arange(out.tokens.shape[1], device=self.at.device),
+            )
             self.hidden[place] = out.fed.hidden
             if self.features is not None:
                 self.features[place] = out.fed.features

@@ -311,9 +311,9 @@ def _kernel(target: Any, rows: int, longest: int, fuses: bool) -> Kernel:
     `flash` where layers are compiled, for it is one kernel in the place of several. It has a program for each key head
     of each row, which walks over the whole text alone: few rows of long texts leave most of the GPU idle.
     """
-    if fuses and target.device.type == "cuda" and (longest <= _WALKED_ALONE or rows >= _BUSY):
-        if not why_not_flash(target.device, target.dtype):
-            return "flash"
+    pays = fuses and target.device.type == "cuda" and (longest <= _WALKED_ALONE or rows >= _BUSY)
+    if pays and not why_not_flash(target.device, target.dtype):
+        return "flash"
     return "matmul" if fuses or rows >= _MANY else "sdpa"
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftloop.core.draws import Purpose, uniforms
 from draftloop.core.host import sent
-from draftloop.decode.rules import Coins, Proposal, Verdict, matching, trusted, verify
+from draftloop.decode.rules import Coins, Matching, Proposal, Verdict, trusted, verify
 from draftloop.decode.trace import Drafts, Options, Request
 
 
@@ -136,7 +136,7 @@ class RowState:
             # rejected positions too: they are overwritten before any anchor rises above them
             self.drafter.extend(self.context, fed.features, positions, block)  # type: ignore[union-attr]
         law = self.target.law(fed.hidden.flatten(0, 1), self.options.sampling)
-        verdict = verify(self.options.rule, proposal, law, self._coins(proposal.tokens.shape[1]), self._matching)
+        verdict = verify(self.options.rule, proposal, law, self._coins(proposal.tokens.shape[1]), *self._matching)
         tokens, *cut = self._committed(
             proposal.tokens, verdict.accepted, verdict.token, self.anchor, self.limit, self.eos
         )
@@ -194,4 +194,4 @@ class RowState:
         )
 
     _committed = staticmethod(_committed)
-    _matching = staticmethod(matching)
+    _matching: tuple[Matching, ...] = ()  # what takes the place of `rules.matching`, compiled

@@ -100,12 +100,12 @@ class Joined:
         new: list[Tensor] = []
         for (owner, names), product, parts in zip(self._places, self._products, self._parts, strict=True):
             for name, part in zip(names, parts, strict=True):
-                one = getattr(owner, name, None)
+                one: Any = getattr(owner, name, None)
                 for mine, theirs in ((product.weight, "weight"), (product.bias, "bias")):
                     source = getattr(one, theirs, None)
                     if (source is None) != (mine is None) or not _plain(one):
                         raise _changed(name)
-                    if mine is None:
+                    if mine is None or source is None:
                         continue
                     place, source = mine[part.first : part.last], source.detach()
                     if (place.shape, place.dtype, place.device) != (source.shape, source.dtype, source.device):
