@@ -82,6 +82,7 @@ def test_nothing_measured_is_nothing(derived, tmp_path):
     assert derived.table([tmp_path / "none.jsonl"]) == ""
 
 
+@pytest.mark.slow
 def test_ways_of_compiling_are_compared_at_toy_size(derived, tmp_path):
     """Fails if a way is not measured, or writes other tokens than the eager loop."""
     raw, picture = tmp_path / "raw.jsonl", tmp_path / "profile.txt"
