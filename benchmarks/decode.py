@@ -63,7 +63,7 @@ class Bench:
         # tuned: products with one row become reductions that fuse with their neighbours; tuning them takes long.
         # triton: products of every size may become kernels of their own, which fuse with what follows
         tuned = {"coordinate_descent_tuning": True}
-        wanted = {"fused": {}, "tuned": tuned, "triton": tuned | {"max_autotune": True}}
+        wanted = {"fused": {}, "joined": {}, "tuned": tuned, "triton": tuned | {"max_autotune": True}}
         self.compilers = {
             name: partial(self.compiler, **({"options": told} if told and not options.quick else {}))
             for name, told in wanted.items()
@@ -127,7 +127,7 @@ class Bench:
         longest = max(len(request.ids) for request in requests) + self.options.new_tokens
         return GraphEngine(self.target, None if arm == "plain" else self.drafter, self.decoding(batch, temperature),
                            rows=batch, longest=longest, kernel=kernel,
-                           compiler=self.compilers.get(engine))  # fmt: skip
+                           compiler=self.compilers.get(engine), join=engine == "joined")  # fmt: skip
 
     # what is measured ------------------------------------------------------------------------------------------------
     def check(self, engine: str, ways: Sequence[tuple[str, float, str]], kernels: Sequence[str]) -> None:
@@ -150,7 +150,7 @@ class Bench:
             for kernel in kernels:
                 longest = max(len(request.ids) for request in asked) + base.max_new_tokens
                 made = GraphEngine(precise, used, base, rows=4, longest=longest, kernel=kernel,
-                                   compiler=self.compiler if engine == "fused" else None)  # fmt: skip
+                                   compiler=self.compilers.get(engine), join=engine == "joined")  # fmt: skip
                 got = [Generation(request.ids) for request in asked]
                 list(made.decode(asked, got))
                 made.close()

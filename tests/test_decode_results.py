@@ -82,6 +82,22 @@ def test_nothing_measured_is_nothing(derived, tmp_path):
     assert derived.table([tmp_path / "none.jsonl"]) == ""
 
 
+@pytest.mark.slow
+def test_ways_of_compiling_are_compared_at_toy_size(derived, tmp_path):
+    """Fails if a way is not measured, or writes other tokens than the eager loop."""
+    raw, picture = tmp_path / "raw.jsonl", tmp_path / "profile.txt"
+    arguments = ["--quick", "--device", "cpu", "--ways", "joined:matmul"]
+    command = [sys.executable, f"{FOLDER}/decode_compare.py", *arguments, "--out", raw, "--profile", picture]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = derived.summarise(derived.read(raw))
+    assert found["same_tokens"]
+    assert found["failed"] == []
+    places = {(cell["batch"], cell["temperature"], cell["engine"], cell["kernel"]) for cell in found["cells"]}
+    assert places == {(batch, t, "joined", "matmul") for batch in (1, 2) for t in (0, 1)}
+    assert "engine joined" in picture.read_text(encoding="utf-8")
+
+
 def test_the_benchmark_runs_at_toy_size(derived, tmp_path):
     """Every part has its rows, tokens are the eager loop's, nothing failed. No timings, nothing compiled."""
     raw, picture = tmp_path / "raw.jsonl", tmp_path / "profile.txt"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 
 from draftloop.core.errors import EnvironmentFault
 from draftloop.core.law import Sampling
+from draftloop.decode.graph import GraphEngine
 from draftloop.decode.loop import decode, engine_of
-from draftloop.decode.trace import Options, Request
+from draftloop.decode.trace import Generation, Options, Request
 from draftloop.drafter.build import new_drafter
 from draftloop.drafter.dflash import DFlash
 from draftloop.drafter.masks import block_mask
@@ -149,3 +152,51 @@ def test_a_whole_toy_run_on_cuda(tmp_path):
     recipe["drafter"]["head_dim"] = 16
     folder = train(Recipe.model_validate(recipe), out=tmp_path / "run", quiet=True, say=lambda text: None)
     assert read_summary(folder).lossless
+
+
+def test_flash_and_joined_layers_decode_what_the_eager_loop_decodes(pair):
+    """Fails on the GPU alone if a graph holds what a round changes: limits, weights, slots."""
+    target, drafter = pair
+    requests = [Request(tuple(range(6, 9 + i * 7)), key=i) for i in range(8)]
+    for used in (None, drafter):
+        for way in WAYS.values():
+            for rows in (1, 8):
+                options = Options(40, batch_size=rows, seed=3, **way)
+                compiler = partial(torch.compile, dynamic=False)
+                engine = GraphEngine(
+                    target, used, options, rows=rows, longest=110, kernel="flash", compiler=compiler, join=True
+                )
+                assert engine._joined is not None
+                made = [Generation(request.ids) for request in requests]
+                list(engine.decode(requests, made))
+                engine.close()
+                eager = decode(target, used, requests, replace(options, engine="eager"))
+                assert [one.tokens for one in made] == [one.tokens for one in eager]
+
+
+def test_a_captured_round_follows_the_weights(pair):
+    """Written over, replaced, and pointed elsewhere: fails if joined copies or the graph itself read the old ones."""
+    target = load_target(tiny_model("qwen3", seed=5).cuda())
+    requests = [Request(tuple(range(6, 12 + i)), key=i) for i in range(6)]
+    options = Options(20, batch_size=4)
+    compiler = partial(torch.compile, dynamic=False)
+    engine = GraphEngine(target, None, options, rows=4, longest=40, kernel="flash", compiler=compiler, join=True)
+
+    def agree():
+        made = [Generation(request.ids) for request in requests]
+        list(engine.decode(requests, made))
+        assert [one.tokens for one in made] == [
+            one.tokens for one in decode(target, None, requests, replace(options, engine="eager"))
+        ]
+        return [one.tokens for one in made]
+
+    texts = [agree()]
+    attention, mlp = target._layers[0].self_attn, target._layers[1].mlp
+    with torch.no_grad():
+        attention.k_proj.weight.mul_(-1.5)
+    texts.append(agree())
+    mlp.up_proj.weight = torch.nn.Parameter(-mlp.up_proj.weight.detach().clone())
+    texts.append(agree())
+    attention.o_proj.weight.data = attention.o_proj.weight.detach().flip(0).clone()
+    texts.append(agree())
+    assert all(a != b for a, b in pairwise(texts))

@@ -254,6 +254,8 @@ class Law:
         if not tokens:
             empty = torch.empty(0, dtype=torch.int64, device=self.hidden.device)
             return empty, empty.float()
+        if len(tokens) == 1:  # a piece alone would be copied
+            return tokens[0], scores[0]
         return torch.cat(tokens), torch.cat(scores)
 
     def _logits(self) -> tuple[Tensor, Tensor | None]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from draftloop.core.draws import Purpose, bits, uniforms_after
 from draftloop.core.host import sent
 from draftloop.decode.round import RowState
+from draftloop.decode.rules import matching
 from draftloop.decode.trace import Options, Request
 
 
@@ -42,6 +43,31 @@ class Line:
     log_q: tuple[float, ...]
 
 
+def _moved(
+    state: tuple[Tensor, ...], played: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor], cut: tuple[Tensor, ...]
+) -> None:
+    """Log a round and move the rows, in place; tensors alone, to be compiled where wanted.
+
+    Args:
+        state: log, scores, at, anchor, last, done of `FixedRows`.
+        played: tokens, drafts, their log q, how many were verified (None: all), accepted.
+        cut: the parts of a `Cut`.
+    """
+    log, scores, at, anchor, last, finished = state
+    tokens, drafts, log_q, lengths, accepted = played
+    stop, ended, done, newest = cut
+    stop, done = stop.masked_fill(finished, 0), finished | done
+    lengths = torch.full_like(stop, drafts.shape[1]) if lengths is None else lengths
+    head = torch.stack([stop, anchor, accepted, ended.long(), done.long(), lengths], 1)
+    log.index_copy_(0, at, torch.cat([head, tokens, drafts], 1).unsqueeze(0))
+    if drafts.shape[1]:
+        scores.index_copy_(0, at, log_q.unsqueeze(0))
+    last.copy_(torch.where(finished, last, newest))
+    anchor.add_(stop)
+    finished.copy_(done)
+    at.add_(1)
+
+
 _DRAWS = (Purpose.TARGET, Purpose.DRAFT, Purpose.ACCEPT, Purpose.RESIDUAL)
 _HEAD = 6  # stop, anchor, accepted, ended, done, verified; then K + 1 tokens, then K drafts
 
@@ -56,7 +82,8 @@ class FixedRows(RowState):
         rows: texts at a time.
         longest: the longest text, prompt and response.
         turns: rounds that the log holds.
-        compiler: what compiles the drafter's two forwards and the hash of the draws (`torch.compile` with its options).
+        compiler: what compiles the drafter's two forwards, the hash of the draws and what is counted after them
+            (`torch.compile` with its options).
     """
 
     def __init__(
@@ -71,14 +98,18 @@ class FixedRows(RowState):
         compiler: Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__(target, drafter, options)
+        self._moved = _moved if compiler is None else compiler(_moved)
         self._feeding = drafter  # prompts come in every length: for them nothing is compiled
         self._hashed = uniforms_after if compiler is None else compiler(uniforms_after)
         if compiler is not None:
-            self._ends = compiler(RowState._ends)  # type: ignore[method-assign]
+            self._committed = compiler(RowState._committed)  # type: ignore[method-assign]
+            self._matching = (compiler(matching),)
             self.drafter = _Compiled(drafter, compiler) if drafter is not None else None
         device, k = target.device, self.drafted
         capacity = -(-(longest + k + 1) // 64) * 64  # attention kernels want whole tiles
         self.cache = target.new_fixed_cache(rows, capacity)
+        if compiler is not None:
+            self.cache.bounds = compiler(self.cache.bounds)
         self.context = drafter.new_fixed_cache(rows, capacity) if drafter is not None else None
         self.anchor, self.last, self.limit = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(3))
         # what the draws of a text have in common is hashed when it enters: a hash is a hundred small kernels
@@ -104,26 +135,22 @@ class FixedRows(RowState):
     def turn(self) -> None:
         """One round of every row: what a graph captures. Idle rows play too, and nothing comes of it."""
         out = self.play()
-        cut = out.cut
-        stop = cut.stop.masked_fill(self.done, 0)
-        done = self.done | cut.done
-        lengths = out.proposal.lengths
-        lengths = torch.full_like(stop, self.drafted) if lengths is None else lengths
-        head = torch.stack([stop, self.anchor, out.verdict.accepted, cut.ended.long(), done.long(), lengths], 1)
-        self.log.index_copy_(0, self.at, torch.cat([head, out.tokens, out.proposal.tokens], 1).unsqueeze(0))
-        if self.drafted:
-            self.scores.index_copy_(0, self.at, out.proposal.log_q.unsqueeze(0))
+        cut, proposal = out.cut, out.proposal
         if self.hidden is not None:
-            place = (self.cache.row, self.anchor.unsqueeze(1) + torch.arange(out.tokens.shape[1], device=stop.device))
+            place = (
+                self.cache.row,
+                self.anchor.unsqueeze(1) + torch.arange(out.tokens.shape[1], device=self.at.device),
+            )
             self.hidden[place] = out.fed.hidden
             if self.features is not None:
                 self.features[place] = out.fed.features
             if self.verified is not None:
                 self.verified.index_copy_(0, self.at, out.fed.hidden.unsqueeze(0))
-        self.last.copy_(torch.where(self.done, self.last, cut.last))
-        self.anchor.add_(stop)
-        self.done.copy_(done)
-        self.at.add_(1)
+        self._moved(
+            (self.log, self.scores, self.at, self.anchor, self.last, self.done),
+            (out.tokens, proposal.tokens, proposal.log_q, proposal.lengths, out.verdict.accepted),
+            (cut.stop, cut.ended, cut.done, cut.last),
+        )
 
     def _uniform(self, purpose: Purpose, position: Tensor, anchor: Tensor | None = None) -> Tensor:
         """As `RowState._uniform` for positions [b, n], from what was hashed on entering."""

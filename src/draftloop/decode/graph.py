@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -20,12 +21,14 @@ from draftloop.core.errors import EnvironmentFault, InputError
 from draftloop.decode.fixed import FixedRows, lines
 from draftloop.decode.trace import Commit, Generation, Options, Request, Step
 from draftloop.target.fixed import Kernel
+from draftloop.target.flash import why_not_flash
 
 LOOK_EVERY = 8  # rounds in a piece; a row that ended stands idle for at most two pieces
 _IDLE_SHARE = 8  # rows are refilled when one in so many is idle: a prefill costs the host as much as many rounds
 _PREFILL_TOKENS = 1 << 16  # of one prefill forward, padding included
 _WARM_UPS = 3
 _MANY = 512  # rows from which plain products outrun the attention kernels
+_WALKED_ALONE, _BUSY = 2048, 32  # tokens that one program may walk over; rows that keep a GPU busy even so
 
 
 @dataclass
@@ -60,8 +63,10 @@ class GraphEngine:
         options: sampling, rule, seed and the rest; `options.engine` "fused" compiles the layers.
         rows: texts at a time.
         longest: the longest text, prompt and response.
-        kernel: how attention is computed; default: the faster one, measured on an H200 (results/decode.json).
+        kernel: how attention is computed; default: see `_kernel`.
         compiler: what compiles; default: `torch.compile` for "fused", nothing else.
+        join: whether layers that read the same input are one product where they are compiled (see `target.joined`);
+            default: but for plain decoding of one text, whose products are tuned.
 
     Raises:
         InputError: this target or drafter has no form of fixed size.
@@ -78,14 +83,19 @@ class GraphEngine:
         longest: int,
         kernel: Kernel | None = None,
         compiler: Callable[[Any], Any] | None = None,
+        join: bool | None = None,
     ) -> None:
         if why := unsupported(target, drafter):
             raise InputError(why, where=target.name, fix="Decode with engine eager.")
         self.target, self.options = target, options
         drafted = drafter.spec.drafted if drafter is not None else 0
         self.compiler = compiler or (_compiler(rows, drafted) if options.engine == "fused" else None)
-        fuses = self.compiler is not None and (drafted or rows > 1)
-        self.kernel: Kernel = kernel or ("matmul" if fuses or rows >= _MANY else "sdpa")
+        fuses = self.compiler is not None and (drafted > 0 or rows > 1)
+        self.kernel: Kernel = kernel or _kernel(target, rows, longest, fuses)
+        if self.kernel == "flash" and (why := why_not_flash(target.device, target.dtype)):
+            raise InputError(why, where=target.name, fix="Use the kernel matmul or sdpa.")
+        self._joined = target.join() if self.compiler is not None and (fuses if join is None else join) else None
+        self._captured: list[int] = []
         self._on_gpu = target.device.type == "cuda"
         self.count = rows
         self._graph: Any = None
@@ -115,12 +125,31 @@ class GraphEngine:
             self._graph.reset()
         self.rows.cache.drop()
 
+    def _fixed(self) -> AbstractContextManager[None]:
+        return self.target.fixed(self.rows.cache, self.kernel, self.compiler, self._joined)
+
+    def _weights(self) -> list[int]:
+        """Where the weights stand that a graph reads."""
+        drafter = self.rows.drafter
+        modules = (self.target.model, *((drafter,) if hasattr(drafter, "parameters") else ()))
+        return [weight.data_ptr() for module in modules for weight in module.parameters()]
+
+    def _renew(self) -> None:
+        """Decode with the weights as they are now. All rows are idle."""
+        if self._joined is not None:
+            self._joined.refresh()
+        if self._graph is not None and self._weights() != self._captured:  # replaced, not written over
+            self._graph.reset()
+            self._graph = None
+            self.rows.at.zero_()
+            self._capture()
+
     def turn(self) -> None:
         """One round of all rows; on CUDA a launch that returns at once."""
         if self._graph is not None:
             self._graph.replay()
             return
-        with self.target.fixed(self.rows.cache, self.kernel, self.compiler):
+        with self._fixed():
             self.rows.turn()
 
     def _capture(self) -> None:
@@ -129,7 +158,7 @@ class GraphEngine:
         beside = _beside(self.target.device)
         beside.wait_stream(here)
         # the outer stream is for a capture that fails, which would leave us on its own
-        with torch.cuda.stream(here), self.target.fixed(self.rows.cache, self.kernel, self.compiler):
+        with torch.cuda.stream(here), self._fixed():
             with torch.cuda.stream(beside):
                 for _ in range(_WARM_UPS):
                     self.rows.turn()
@@ -140,13 +169,14 @@ class GraphEngine:
             with torch.cuda.graph(graph):
                 self.rows.turn()
             _forget_workspaces()
-        self._graph = graph
+        self._graph, self._captured = graph, self._weights()
 
     # the host's side -------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def decode(self, requests: Sequence[Request], results: list[Generation]) -> Iterator[list[Commit]]:
         """Continue every request; yield what each round (or each prefill) committed, as the host learns of it."""
         self.rows.done.fill_(True)
+        self._renew()
         waiting = deque(sorted(range(len(requests)), key=lambda i: len(requests[i].ids)))  # little padding
         holder: list[int | None] = [None] * self.count
         under_way: deque[_Piece | _Entry] = deque()
@@ -273,6 +303,18 @@ class GraphEngine:
                 result.verified = torch.stack(blocks[index]) if blocks[index] else None
                 blocks[index] = []
         return Commit(index, tokens, done)
+
+
+def _kernel(target: Any, rows: int, longest: int, fuses: bool) -> Kernel:
+    """How attention is computed if nobody says: `sdpa` and `matmul` by measurement (results/decode.json).
+
+    `flash` where layers are compiled, for it is one kernel in the place of several. It has a program for each key head
+    of each row, which walks over the whole text alone: few rows of long texts leave most of the GPU idle.
+    """
+    pays = fuses and target.device.type == "cuda" and (longest <= _WALKED_ALONE or rows >= _BUSY)
+    if pays and not why_not_flash(target.device, target.dtype):
+        return "flash"
+    return "matmul" if fuses or rows >= _MANY else "sdpa"
 
 
 @cache

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftloop.core.draws import Purpose, uniforms
 from draftloop.core.host import sent
-from draftloop.decode.rules import Coins, Proposal, Verdict, trusted, verify
+from draftloop.decode.rules import Coins, Matching, Proposal, Verdict, trusted, verify
 from draftloop.decode.trace import Drafts, Options, Request
 
 
@@ -55,7 +55,7 @@ class Outcome:
 def _ends(
     tokens: Tensor, count: Tensor, anchor: Tensor, limit: Tensor, eos: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The parts of a `Cut`: a pure function of tensors, to be compiled where that is wanted."""
+    """The parts of a `Cut`."""
     place = torch.arange(tokens.shape[1], device=tokens.device)
     count = torch.minimum(count, limit - 1 - anchor)
     ends = (tokens.unsqueeze(-1) == eos).any(-1) & (place < count.unsqueeze(1))
@@ -63,6 +63,16 @@ def _ends(
     stop = torch.where(ended, ends.int().argmax(1) + 1, count)
     last = tokens.gather(1, (stop - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
     return stop, ended, ended | (anchor + stop >= limit - 1), last
+
+
+def _committed(
+    drafts: Tensor, accepted: Tensor, token: Tensor, anchor: Tensor, limit: Tensor, eos: Tensor
+) -> tuple[Tensor, ...]:
+    """An `Outcome`'s tokens and the parts of its `Cut`: a pure function of tensors, to be compiled where wanted."""
+    tokens = token.unsqueeze(1)
+    if drafts.shape[1]:
+        tokens = torch.cat([drafts, tokens], 1).scatter(1, accepted.unsqueeze(1), tokens)
+    return tokens, *_ends(tokens, accepted + 1, anchor, limit, eos)
 
 
 class RowState:
@@ -114,7 +124,7 @@ class RowState:
         ends = fed.hidden[torch.arange(len(ids), device=ids.device), self.anchor]
         law = self.target.law(ends, self.options.sampling)
         token = law.draw(self._uniform(Purpose.TARGET, self.anchor + 1))[0].unsqueeze(1)
-        return fed, token, self._cut(token, torch.ones_like(self.anchor))
+        return fed, token, Cut(*_ends(token, torch.ones_like(self.anchor), self.anchor, self.limit, self.eos))
 
     def play(self) -> Outcome:
         """Draft and verify one block a row. Writes to the caches, moves no row."""
@@ -126,11 +136,11 @@ class RowState:
             # rejected positions too: they are overwritten before any anchor rises above them
             self.drafter.extend(self.context, fed.features, positions, block)  # type: ignore[union-attr]
         law = self.target.law(fed.hidden.flatten(0, 1), self.options.sampling)
-        verdict = verify(self.options.rule, proposal, law, self._coins(proposal.tokens.shape[1]))
-        tokens = verdict.token.unsqueeze(1)
-        if proposal.tokens.shape[1]:
-            tokens = torch.cat([proposal.tokens, tokens], 1).scatter(1, verdict.accepted.unsqueeze(1), tokens)
-        return Outcome(fed, proposal, verdict, tokens, self._cut(tokens, verdict.accepted + 1))
+        verdict = verify(self.options.rule, proposal, law, self._coins(proposal.tokens.shape[1]), *self._matching)
+        tokens, *cut = self._committed(
+            proposal.tokens, verdict.accepted, verdict.token, self.anchor, self.limit, self.eos
+        )
+        return Outcome(fed, proposal, verdict, tokens, Cut(*cut))
 
     def _propose(self) -> Proposal:
         """K tokens a row from the drafter's law (no drafter: K = 0)."""
@@ -138,9 +148,11 @@ class RowState:
             none = self.last.new_zeros(self.last.shape[0], 0)
             return Proposal(none, none.float(), self.target.law(self.target.readout.weight[:0], self.options.sampling))
         readout, drafting = self.drafter.readout, self.options.drafting
-        place = self.anchor.unsqueeze(1) + torch.arange(1, self.drafted + 1, device=self.anchor.device)
-        # a greedy draw is not random, and hashing is many small kernels
-        coins = place if drafting.greedy else self._uniform(Purpose.DRAFT, place, self.anchor)
+        if drafting.greedy:  # not random, and hashing is many small kernels
+            coins = self.anchor.unsqueeze(1).expand(-1, self.drafted)
+        else:
+            place = self.anchor.unsqueeze(1) + torch.arange(1, self.drafted + 1, device=self.anchor.device)
+            coins = self._uniform(Purpose.DRAFT, place, self.anchor)
 
         draft = self.drafter.draft(self.context, self.anchor, self.last)
 
@@ -181,8 +193,5 @@ class RowState:
             self._uniform(Purpose.RESIDUAL, place[:, :-1], self.anchor),
         )
 
-    def _cut(self, tokens: Tensor, count: Tensor) -> Cut:
-        """End `count` of the tokens [b, n] at end-of-sequence and at the row's limit."""
-        return Cut(*self._ends(tokens, count, self.anchor, self.limit, self.eos))
-
-    _ends = staticmethod(_ends)
+    _committed = staticmethod(_committed)
+    _matching: tuple[Matching, ...] = ()  # what takes the place of `rules.matching`, compiled

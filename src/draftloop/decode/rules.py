@@ -9,6 +9,7 @@ model, no loop, no random stream, so that tests can enumerate the law of the out
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -99,7 +100,22 @@ def trusted(confidence: Tensor, threshold: float) -> Tensor:
     return leading(F.logsigmoid(confidence).cumsum(-1) >= math.log(threshold))
 
 
-def verify(rule: Rule, proposal: Proposal, target: Law, coins: Coins) -> Verdict:
+def matching(drafts: Tensor, among: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
+    """The parts of a `Verdict` by the rule `match`; integers alone, so compiling it changes no text.
+
+    Args:
+        drafts: int64 [b, K].
+        among: bool [b or 1, K], which are verified.
+        sample: int64 [b, K + 1], the target's own tokens.
+    """
+    accepted = leading((drafts == sample[:, : drafts.shape[1]]) & among)
+    return accepted, sample.gather(1, accepted.unsqueeze(1)).squeeze(1)
+
+
+Matching = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def verify(rule: Rule, proposal: Proposal, target: Law, coins: Coins, match: Matching = matching) -> Verdict:
     """Decide K drafted tokens a row, or the first `proposal.lengths` of them.
 
     Args:
@@ -107,17 +123,12 @@ def verify(rule: Rule, proposal: Proposal, target: Law, coins: Coins) -> Verdict
         proposal: the drafts.
         target: hidden [b * (K + 1), H]; row k of a block is the law after k drafted tokens.
         coins: uniforms, unused where nothing is random.
+        match: `matching`, or the same compiled.
     """
     if rule == "match" or target.sampling.greedy or not proposal.tokens.shape[1]:  # nothing drafted: draw from p
-        return _match(proposal, target, coins)
+        sample = target.draw(coins.target.reshape(-1))[0].view(coins.target.shape)
+        return Verdict(*match(proposal.tokens, proposal.among(), sample))
     return _ratio(proposal, target, coins)
-
-
-def _match(proposal: Proposal, target: Law, coins: Coins) -> Verdict:
-    b, k = proposal.tokens.shape
-    sample = target.draw(coins.target.reshape(-1))[0].view(b, k + 1)
-    accepted = leading((proposal.tokens == sample[:, :k]) & proposal.among())
-    return Verdict(accepted, sample.gather(1, accepted.unsqueeze(1)).squeeze(1))
 
 
 def _ratio(proposal: Proposal, target: Law, coins: Coins, chunk: int = 32) -> Verdict:

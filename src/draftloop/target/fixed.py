@@ -7,7 +7,7 @@ table of attention functions, and a compiled layer is the layer's own forward. K
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from draftloop.core.errors import InputError
 from draftloop.target.cache import RowCache, _RowLayer
+from draftloop.target.flash import bounds, check_pieces, flash
 from draftloop.target.implementation import attending_by
+from draftloop.target.joined import Joined
 
-Kernel = Literal["sdpa", "matmul"]
+Kernel = Literal["sdpa", "matmul", "flash"]
 
 
 class _FixedLayer(_RowLayer):
@@ -66,11 +68,30 @@ class FixedCache(WholeCache):
         self.layers = [_FixedLayer(self) for _ in range(layers)]
         self.group, self.dtype = group, like.dtype
         self.row = torch.arange(rows, device=like.device).unsqueeze(1)
+        self.kernel: Kernel = "sdpa"
+        self.bounds: Callable[[Tensor], Tensor] = bounds
+        self._checked = False
 
     def fit(self, masks: Any) -> Any:
-        """Bool [rows, 1, t, span] -> what attention adds to its scores, [rows, 1, group * t, span]."""
+        """Bool [rows, 1, t, span] -> what attention reads.
+
+        That is what it adds to its scores, [rows, 1, group * t, span]; for the kernel flash, the `bounds`.
+
+        Raises:
+            InputError: the kernel flash cannot say what a mask shows.
+        """
+        if self.kernel == "flash" and not self._checked:
+            # once, in a forward that no graph captures: asking the device would break a capture
+            for mask in masks.values() if isinstance(masks, dict) else (masks,):
+                check_pieces(mask)
+            self._checked = True
+        return self._fit(masks)
+
+    def _fit(self, masks: Any) -> Any:
         if isinstance(masks, dict):
-            return {kind: self.fit(mask) for kind, mask in masks.items()}
+            return {kind: self._fit(mask) for kind, mask in masks.items()}
+        if self.kernel == "flash":
+            return self.bounds(masks)
         bias = torch.zeros_like(masks, dtype=self.dtype).masked_fill_(~masks, float("-inf"))
         return bias.repeat(1, 1, self.group, 1)
 
@@ -104,7 +125,7 @@ def _attend(
     The query heads that share a key head stand behind one another in the length, so that no key is copied for them.
 
     Args:
-        attention_mask: what is added to the scores, as `FixedCache.fit` makes it.
+        attention_mask: as `FixedCache.fit` makes it.
 
     Returns:
         [b, t, heads, d], as the models want it.
@@ -113,29 +134,32 @@ def _attend(
         InputError: the model asks for more than a softmax over biased scores.
     """
     b, heads, t, width = query.shape
-    query = query.reshape(b, key.shape[1], -1, width)
+    stacked = t if kernel == "flash" else heads // key.shape[1] * t
     wanted = [name for name in ("softcap", "position_bias", "s_aux") if more.get(name) is not None]
-    if wanted or attention_mask is None or attention_mask.shape[2] != query.shape[2]:
+    if wanted or attention_mask is None or attention_mask.shape[2] != stacked:
         raise InputError(
             f"the model's attention asks for {wanted[0] if wanted else 'masks of its own'}, which fixed shapes lack",
             fix="Decode with engine eager.",
         )
+    scale = width**-0.5 if scaling is None else scaling
+    if kernel == "flash":
+        return flash(query.to(key.dtype), key, value, attention_mask, scale), None
+    query = query.reshape(b, key.shape[1], stacked, width)
     if kernel == "sdpa":
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
     else:  # spreads a single text over the whole GPU, and fuses with its neighbours when compiled
-        scale = width**-0.5 if scaling is None else scaling
         scores = torch.matmul(query, key.transpose(2, 3)) * scale + attention_mask
         wide = torch.float32 if scores.dtype == torch.bfloat16 else scores.dtype
         out = torch.matmul(scores.softmax(-1, dtype=wide).to(value.dtype), value)
     return out.reshape(b, heads, t, -1).transpose(1, 2).contiguous(), None
 
 
-_NAMES: dict[Kernel, str] = {"sdpa": "draftloop_sdpa", "matmul": "draftloop_matmul"}
+_NAMES: dict[Kernel, str] = {"sdpa": "draftloop_sdpa", "matmul": "draftloop_matmul", "flash": "draftloop_flash"}
 
 
 @cache
 def _register() -> None:
-    """Put both kernels into the table of attention functions; our masks are taken as they are."""
+    """Put our kernels into the table of attention functions; our masks are taken as they are."""
     from transformers import AttentionInterface  # brings all of transformers' models' machinery
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -154,7 +178,12 @@ def attending_fixed(configs: tuple[Any, ...], kernel: Kernel) -> Iterator[None]:
 
 @contextmanager
 def compiled(
-    base: nn.Module, layers: nn.ModuleList, kept: FixedCache, cache_name: str, compiler: Callable[[Any], Any]
+    base: nn.Module,
+    layers: nn.ModuleList,
+    kept: FixedCache,
+    cache_name: str,
+    compiler: Callable[[Any], Any],
+    joined: Joined | None = None,
 ) -> Iterator[None]:
     """Run decoder layers compiled for a while: one for all of a kind, each being given its own part of the cache.
 
@@ -165,6 +194,7 @@ def compiled(
         kept: the cache that they write to.
         cache_name: the keyword by which they are given it.
         compiler: `torch.compile` with its options.
+        joined: what of the layers is computed by one product.
     """
     made: dict[type, Any] = {}
 
@@ -187,7 +217,7 @@ def compiled(
             other.forward = partial(made.setdefault(type(other), compiler(type(other).forward)), other)
         for layer, part in zip(layers, kept.layers, strict=True):
             layer.forward = forward(layer, part)
-        with many:
+        with many, joined.in_place() if joined is not None else nullcontext():
             yield
     finally:
         for one in (*layers, *others):

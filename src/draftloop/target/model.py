@@ -26,6 +26,7 @@ from draftloop.target.attention import AttentionFamily, Masks
 from draftloop.target.cache import RowCache, TrunkState
 from draftloop.target.fixed import FixedCache, Kernel, WholeCache, attending_fixed, compiled, why_not_fixed
 from draftloop.target.flex import attending_flex, chosen, flex_fault
+from draftloop.target.joined import AT_MOST, Joined, joined_bytes
 
 Read = tuple[Tensor, Tensor]  # int64 [n], int64 [n]: rows and slots whose hidden rows are wanted
 
@@ -160,13 +161,31 @@ class Target:
         """An empty cache for prompts of which the longest has `capacity` tokens."""
         return WholeCache(self.num_layers, capacity)
 
+    def join(self) -> Joined | None:
+        """What of its layers can be one product (see `joined`); None where nothing can, or it would take too much."""
+        return Joined(self._layers) if 0 < joined_bytes(self._layers) <= AT_MOST else None
+
     @contextmanager
-    def fixed(self, cache: FixedCache, kernel: Kernel, compiler: Callable[[Any], Any] | None = None) -> Iterator[None]:
-        """Let the model read a `FixedCache` for a while, its layers compiled where a compiler is given."""
+    def fixed(
+        self,
+        cache: FixedCache,
+        kernel: Kernel,
+        compiler: Callable[[Any], Any] | None = None,
+        joined: Joined | None = None,
+    ) -> Iterator[None]:
+        """Let the model read a `FixedCache` for a while, its layers compiled where a compiler is given.
+
+        Args:
+            cache: of the model's own `new_fixed_cache`.
+            kernel: how attention is computed.
+            compiler: `torch.compile` with its options.
+            joined: of the model's own `join`; counts only where layers are compiled.
+        """
+        cache.kernel = kernel
         with ExitStack() as stack:
             stack.enter_context(attending_fixed((self.config, self._base.config), kernel))
             if compiler is not None:
-                stack.enter_context(compiled(self._base, self._layers, cache, self._cache_name, compiler))
+                stack.enter_context(compiled(self._base, self._layers, cache, self._cache_name, compiler, joined))
             yield
 
     def check_length(self, tokens: int) -> None:
