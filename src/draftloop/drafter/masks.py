@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftloop.core.flex import TILE, flex, tiled_mask
 from draftloop.core.flex import block_mask as flex_mask
-from draftloop.core.flex import flex
+from draftloop.core.host import sent
 
 
 def block_rule(
@@ -54,9 +55,39 @@ def block_mask(anchor: Tensor, context: int, size: int, causal: bool = False, wi
         def see(row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return block_rule(anchor, context, size, row, q, k, causal, window)
 
-        return flex_mask(see, b, queries, keys, anchor.device)
+        return tiled_mask(see, *block_tiles(anchor, context, size, causal, window), queries, keys)
     row, q, k = torch.arange(b).view(b, 1, 1), torch.arange(queries).view(1, -1, 1), torch.arange(keys).view(1, 1, -1)
     return block_rule(anchor, context, size, row, q, k, causal, window).unsqueeze(1)
+
+
+def block_tiles(
+    anchor: Tensor, context: int, size: int, causal: bool = False, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Which tiles of `block_rule` hold anything, and which of them everything: told by the anchors alone.
+
+    Args:
+        anchor: int64 [b, N], at most `context`.
+        context, size, causal, window: as for `block_mask`.
+
+    Returns:
+        bool [b, query tiles, key tiles], twice. With a window the first may hold tiles that are empty.
+    """
+    queries, keys = anchor.shape[1] * size, context + anchor.shape[1] * size
+    # what depends on no anchor, on the host: a tile's queries lie in blocks `first` to `last`, whose keys are their own
+    start, left = torch.arange(0, queries, TILE), torch.arange(0, keys, TILE)
+    end, right = (start + TILE).clamp(max=queries), (left + TILE).clamp(max=keys)
+    first, last = start // size, (end - 1) // size
+    behind = end if causal else (last + 1) * size
+    own = (right > context + first[:, None] * size) & (left < context + behind[:, None])
+    own, left = sent(own, anchor.device), sent(left, anchor.device)
+    # a last tile that is not whole has slots that see nothing, so it is never full
+    slots = F.pad(anchor.repeat_interleave(size, 1, output_size=queries), (0, len(start) * TILE - queries))
+    least, most = (one.unsqueeze(-1) for one in slots.unflatten(1, (-1, TILE)).aminmax(dim=-1))
+    some, full = left < most, left + TILE <= least
+    if window is not None:  # a slot at offset o of its block sees from anchor + o - window + 1 on
+        some = some & (left + TILE > least - window + 1)
+        full = full & (left >= most + size - window)
+    return own | some, full
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
