@@ -70,7 +70,10 @@ def _flex(compiled: bool) -> Any:
 
     if not compiled:
         return flex_attention
-    # each mask rule (drafter, tree, window) compiles anew, for one row and for several; beyond the limit of 8 it would
-    # run in its eager form, which holds all scores at once
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    many_compilations()  # beyond the limit it would run in its eager form, which holds all scores at once
     return torch.compile(flex_attention, dynamic=True)
+
+
+def many_compilations() -> None:
+    """Let a function compile more than 8 times: for each mask rule, for one row and for several, with a gradient..."""
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)

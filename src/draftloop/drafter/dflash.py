@@ -204,8 +204,12 @@ class DFlash(ParallelDrafter, Borrower):
         mask = block_mask(anchor, features.shape[1], size, self.causal, self.window)
         turn, far = self._turn(positions, x), self._turn(where, x)
         for layer in self.layers:
-            x = layer(x, turn, self._context_kv(layer, context, far), mask)
+            x = self.through(layer, x, turn, context, far, mask)
         return self.norm(x).unflatten(1, (n, size))[:, :, size - self.spec.drafted :]  # type: ignore[no-any-return]
+
+    def through(self, layer: nn.Module, x: Tensor, turn: Turn, context: Tensor, far: Turn, mask: Any) -> Tensor:
+        """One layer of the packed path, context included: what `compiled.compile_layers` compiles."""
+        return layer(x, turn, self._context_kv(layer, context, far), mask)  # type: ignore[no-any-return]
 
     def new_cache(self, capacity: int) -> DraftCache:
         """An empty context cache for texts of at most `capacity` tokens."""

@@ -100,7 +100,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
         group = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    return flex(query, key, value, mask)
+    return _apart(query, key, value, mask)
+
+
+_apart = torch.compiler.disable(
+    flex
+)  # layers that are compiled leave it as it is: its masks are rules, closed over sizes
 
 
 def chain_rule(anchor: Tensor, owner: Tensor, row: Tensor, q: Tensor, k: Tensor) -> Tensor:
