@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftloop.core.flex import block_mask, flex, tiled_mask
-from draftloop.drafter.masks import block_rule, block_tiles
+from draftloop.drafter.masks import block_rule, block_tiles, chain_rule, chain_tiles
 
 LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
          "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")  # fmt: skip
@@ -56,3 +56,21 @@ def test_a_window_leaves_no_tile_out_and_fills_none_too_many(window):
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(6, 1, n, 8, generator=generator) for n in (512, 1162, 1162))
     assert torch.allclose(flex(query, key, value, ours), flex(query, key, value, theirs), atol=1e-6)
+
+
+@pytest.mark.parametrize(("context", "count", "slots"), [(319, 200, 3), (256, 256, 2), (40, 5, 7), (300, 300, 2)])
+def test_the_tiles_of_chains_are_those_that_counting_finds(context, count, slots):
+    """Fails if slot 0 of the context counts, or if a slot's chains are looked for at those of another slot."""
+    generator = torch.Generator().manual_seed(context)
+    anchor = torch.randint(1, context + 1, (4, count), generator=generator)
+    anchor[1], anchor[2], anchor[3, count // 2 :] = context, 1, 0
+    owner = torch.cat([anchor.new_full((context,), -1), torch.arange(count).repeat(slots)])
+
+    def see(row, head, q, k):
+        return chain_rule(anchor, owner, row, q, k)
+
+    keys = context + count * slots
+    ours = tiled_mask(see, *chain_tiles(anchor, context, slots), count, keys)
+    theirs = block_mask(see, 4, count, keys, anchor.device)
+    for name in LISTS:
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
