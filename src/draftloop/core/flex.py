@@ -55,7 +55,7 @@ def tiled_mask(see: MaskMod, some: Tensor, full: Tensor, queries: int, keys: int
 def _listed(kinds: Tensor) -> list[tuple[Tensor, Tensor]]:
     """int32 [kinds, ..., m] of 0 and 1 -> of each kind how many ones, int32 [...], and [..., m] where, ones first."""
     order = kinds.argsort(dim=-1, descending=True, stable=True).int()
-    return list(zip(kinds.sum(-1, dtype=torch.int32), order.contiguous(), strict=True))
+    return list(zip(kinds.sum(-1, dtype=torch.int32).contiguous(), order.contiguous(), strict=True))
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float | None = None) -> Tensor:
