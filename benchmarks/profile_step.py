@@ -31,6 +31,7 @@ from draftloop.data.trunk import response_trunk
 from draftloop.decode.loop import decode
 from draftloop.decode.trace import Options, Request
 from draftloop.drafter.build import new_drafter
+from draftloop.drafter.compiled import compile_layers
 from draftloop.drafter.families import spec_for
 from draftloop.formats.load import load_drafter
 from draftloop.learn import update
@@ -113,6 +114,7 @@ def main() -> int:
     parser.add_argument("--data", help="prompts to answer; default: the ones that come with the project")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
+    parser.add_argument("--compile-drafter", action="store_true", help="as the recipe's compile_drafter")
     parser.add_argument("--out", type=Path, required=True, help="text file for the whole account")
     for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
@@ -126,6 +128,8 @@ def main() -> int:
         else:
             toy: dict[str, Any] = {"target_layers": [0, 2], "mask_token": 5} if target.num_layers < 8 else {"taps": 2}
             drafter = new_drafter(spec_for(DrafterPart(block_size=8, layers=2, **toy), target), target)
+        if options.compile_drafter:
+            compile_layers(drafter)
         trunks = trunks_of(target, options)
         texts = [f"{command()}\n{versions()}\n{hardware()}"]
         for method in options.methods:

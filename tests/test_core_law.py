@@ -109,6 +109,27 @@ def test_inverse_cdf_at_the_edges():
     assert inverse_cdf(torch.tensor([[0.0, -INF]]), torch.tensor([1.0]).double()).tolist() == [0]
 
 
+@pytest.mark.parametrize("size", [256, 257, 1000])
+def test_inverse_cdf_finds_the_group_and_then_the_token(size):
+    """Fails if the sums below the group are not taken off, if a last, shorter group is left out, or a hole is hit."""
+    generator = torch.Generator().manual_seed(size)
+    masses = torch.rand(64, size, generator=generator, dtype=torch.float64)
+    masses[torch.rand(64, size, generator=generator) < 0.5] = 0.0
+    masses[:32, :256] = 0.0 if size > 600 else masses[:32, :256]  # a whole group without mass
+    masses[:, -1] = 1.0
+    masses[:8, 300:] = 0.0 if size > 600 else masses[:8, 300:]  # nothing behind the second group's first tokens
+    u = torch.rand(64, generator=generator, dtype=torch.float64)
+    u[::4] = 1.0  # cannot escape
+    cumulative = masses.cumsum(-1)
+    want = ((cumulative > u.unsqueeze(-1) * cumulative[:, -1:]) & (masses > 0)).int().argmax(-1)
+    last = size - 1 - (masses > 0).flip(-1).int().argmax(-1)
+    want = torch.where(u == 1.0, last, want)
+    got = inverse_cdf(masses.log(), u)
+    assert got.tolist() == want.tolist()
+    alone = [int(inverse_cdf(masses[i : i + 1].log().float(), u[i : i + 1])) for i in range(64)]
+    assert inverse_cdf(masses.log().float(), u).tolist() == alone
+
+
 def test_inverse_cdf_over_a_large_float32_vocabulary():
     """Rounding must not leave the mass of a long vocabulary short of 1, nor pick what was filtered."""
     logits = torch.randn(64, 50_000, generator=torch.Generator().manual_seed(1)) * 2

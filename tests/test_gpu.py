@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from draftloop.core.errors import EnvironmentFault
+from draftloop.core.flex import block_mask as flex_mask
 from draftloop.core.law import Sampling
 from draftloop.decode.graph import GraphEngine
 from draftloop.decode.loop import decode, engine_of
 from draftloop.decode.trace import Generation, Options, Request
+from draftloop.drafter import masks
 from draftloop.drafter.build import new_drafter
+from draftloop.drafter.compiled import compile_layers
 from draftloop.drafter.dflash import DFlash
 from draftloop.drafter.masks import block_mask
 from draftloop.target.load import load_target
@@ -73,6 +76,48 @@ def test_flex_gradient_equals_dense_on_cpu(pair):
         a, b = mine.grad.cpu().flatten().double(), theirs.grad.flatten().double()
         assert float(torch.cosine_similarity(a, b, dim=0)) > 0.999, name
         assert float((a - b).norm() / b.norm()) < 0.05, name
+
+
+def answers(drafter, rows, context, anchors):
+    """Rows of a packed draft of several tiles, and the gradient of a projection."""
+    generator = torch.Generator().manual_seed(context)
+    features = torch.randn(rows, context, drafter.fc.in_features, generator=generator).cuda()
+    anchor = torch.randint(1, context, (rows, anchors), generator=generator).sort(1).values.cuda()
+    tokens = torch.randint(6, 60, (rows, anchors), generator=generator).cuda()
+    drafter.zero_grad()
+    hidden = drafter(features, anchor, tokens)
+    hidden.square().sum().backward()
+    return hidden.detach(), drafter.layers[0].self_attn.q_proj.weight.grad.clone()
+
+
+def same(a, b):
+    # kernels of FlexAttention multiply in tf32
+    return float((a - b).norm() / b.norm()) < 0.05
+
+
+def test_flex_by_tiles_told_equals_flex_by_tiles_counted(pair, monkeypatch):
+    """Fails if a tile is wrongly called empty or full: here some are either."""
+    _, drafter = pair
+    ours = answers(drafter, 3, 700, 100)
+    monkeypatch.setattr(masks, "tiled_mask", lambda see, some, full, q, k: flex_mask(see, len(some), q, k, some.device))
+    theirs = answers(drafter, 3, 700, 100)
+    assert torch.equal(ours[0], theirs[0])
+    assert same(ours[1], theirs[1])
+
+
+def test_compiled_layers_draft_and_learn_alike(pair):
+    """Fails if compiled layers lose attention's gradient, or take a length for a constant."""
+    _, drafter = pair
+    shapes = ((3, 300, 40), (3, 333, 50), (2, 150, 60))
+    plain = [answers(drafter, *shape) for shape in shapes]
+    compile_layers(drafter)
+    try:
+        made = [answers(drafter, *shape) for shape in shapes]
+    finally:
+        vars(drafter).pop("through")
+    for (rows, gradient), (others, other) in zip(plain, made, strict=True):
+        assert same(others, rows)
+        assert same(other, gradient)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

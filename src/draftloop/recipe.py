@@ -362,6 +362,11 @@ class Recipe(Part):
     precision: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="compute type in training; weights stay float32. auto = bfloat16"
     )
+    compile_drafter: bool = Field(
+        False,
+        description="compile the layers of a block-parallel drafter for training: fewer kernels a step, after a "
+        "compilation of about a minute; the same losses but for rounding",
+    )
     feature_memory_gb: float = Field(
         4.0, gt=0, description="budget for trunk features kept in memory; beyond it they go to disk, or are recomputed"
     )

@@ -184,8 +184,14 @@ class Sampling:
         return z.log_softmax(-1)
 
 
+_GROUP = 256  # tokens: a running sum along a whole vocabulary is slow, and float64 of it is large
+
+
 def inverse_cdf(log_probs: Tensor, uniform: Tensor) -> Tensor:
     """Draw one token a row: the first v whose cumulative probability exceeds `uniform`.
+
+    In two steps, the group of tokens and then the token: only sums of groups and a single group are read in float64,
+    while the group's own sum has the type of `log_probs`, which already rounds every probability as much.
 
     Args:
         log_probs: [n, V], normalised or not.
@@ -194,12 +200,28 @@ def inverse_cdf(log_probs: Tensor, uniform: Tensor) -> Tensor:
     Returns:
         int64 [n]; never a token of probability 0.
     """
-    cumulative = log_probs.double().exp().cumsum(-1)
-    level = uniform.unsqueeze(-1) * cumulative[..., -1:]
-    token = torch.searchsorted(cumulative, level, right=True).squeeze(-1)
-    # rounding may point behind the last token that has any mass
-    last = cumulative.shape[-1] - 1 - (log_probs > float("-inf")).flip(-1).to(torch.int8).argmax(-1)
-    return torch.minimum(token, last)
+    mass = log_probs.exp()
+    size = mass.shape[-1]
+    whole = size // _GROUP
+    sums = mass[..., : whole * _GROUP].unflatten(-1, (whole, _GROUP)).sum(-1)
+    if whole * _GROUP < size:
+        sums = torch.cat([sums, mass[..., whole * _GROUP :].sum(-1, keepdim=True)], -1)
+    running = sums.double().cumsum(-1)
+    level = uniform.unsqueeze(-1) * running[..., -1:]
+    group = _first_beyond(sums, running, level)
+    below = torch.where(group > 0, running.gather(-1, (group - 1).clamp(min=0)), 0.0)
+    tokens = group * _GROUP + torch.arange(min(_GROUP, size), device=mass.device)
+    near = mass.gather(-1, tokens.clamp(max=size - 1)).double().masked_fill(tokens >= size, 0.0)
+    place = _first_beyond(near, near.cumsum(-1), level - below)
+    return (group * _GROUP + place).squeeze(-1)
+
+
+def _first_beyond(mass: Tensor, running: Tensor, level: Tensor) -> Tensor:
+    """int64 [n, 1]: first place of [n, m] whose running sum exceeds the level [n, 1]; none of mass 0."""
+    place = torch.searchsorted(running, level, right=True)
+    # rounding may point behind the last place that has any mass
+    last = mass.shape[-1] - 1 - (mass > 0).flip(-1).to(torch.int8).argmax(-1, keepdim=True)
+    return torch.minimum(place, last)
 
 
 @dataclass(frozen=True)

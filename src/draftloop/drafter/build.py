@@ -57,5 +57,6 @@ def for_decoding(drafter: Any, target: Any) -> Any:
         twin = copy.deepcopy(drafter)
     finally:
         drafter._borrowed = borrowed
+    twin.__dict__.pop("through", None)  # of layers compiled for training
     twin = twin.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
     return twin.bind(target.embed, target.readout)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from draftloop.drafter.borrower import Borrower
 from draftloop.drafter.cache import DraftCache, FixedDraftCache
-from draftloop.drafter.dflash import MLP, RMSNorm, rotate
+from draftloop.drafter.dflash import MLP, RMSNorm, rotate, turning
 from draftloop.drafter.draft import Draft
 from draftloop.drafter.masks import attend_chain
 from draftloop.drafter.spec import DrafterSpec
@@ -49,13 +49,13 @@ class ChainAttention(nn.Module):
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
         """[b, t, width] at int64 [b, t] -> [b, heads, t, d]."""
         query = self.q_norm(self.q_proj(x).view(*x.shape[:-1], self.heads, self.width)).transpose(1, 2)
-        return rotate(query, positions, self.theta)
+        return rotate(query, turning(positions, self.width, self.theta, query))
 
     def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[b, t, width] at int64 [b, t] -> keys and values [b, kv heads, t, d]."""
         shape = (*x.shape[:-1], self.kv_heads, self.width)
         key = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
-        return rotate(key, positions, self.theta), self.v_proj(x).view(shape).transpose(1, 2)
+        return rotate(key, turning(positions, self.width, self.theta, key)), self.v_proj(x).view(shape).transpose(1, 2)
 
     def output(self, found: Tensor, x: Tensor) -> Tensor:
         """What attention found [b, heads, t, d], for inputs [b, t, width] -> [b, t, H]."""

@@ -37,19 +37,30 @@ class RMSNorm(nn.Module):
         return (self.weight * wide.to(x.dtype)).to(x.dtype)
 
 
-def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotary positions, rotate-half form.
+Turn = tuple[Tensor, Tensor]  # cosines and sines [b, 1, t, d] of rotary positions
+
+
+def turning(positions: Tensor, width: int, theta: float, like: Tensor) -> Turn:
+    """How heads turn at int64 [b, t]: the same in every layer, so it is computed once a forward.
 
     Args:
-        x: [b, heads, t, d].
-        positions: int64 [b, t].
+        width: d, of a head.
         theta: base of the wavelengths.
+        like: of the type that is computed in, unless autocast says another.
     """
-    half = x.shape[-1] // 2
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    frequency = theta ** (-torch.arange(half, device=x.device, dtype=wide) / half)
+    auto = torch.is_autocast_enabled(like.device.type)
+    kind = torch.get_autocast_dtype(like.device.type) if auto else like.dtype
+    wide = torch.float64 if kind == torch.float64 else torch.float32
+    half = width // 2
+    frequency = theta ** (-torch.arange(half, device=positions.device, dtype=wide) / half)
     angle = positions[:, None, :, None].to(wide) * frequency
-    cos, sin = torch.cat([angle.cos()] * 2, -1).to(x.dtype), torch.cat([angle.sin()] * 2, -1).to(x.dtype)
+    return torch.cat([angle.cos()] * 2, -1).to(kind), torch.cat([angle.sin()] * 2, -1).to(kind)
+
+
+def rotate(x: Tensor, turn: Turn) -> Tensor:
+    """Rotary positions of [b, heads, t, d], rotate-half form."""
+    half = x.shape[-1] // 2
+    cos, sin = (one.to(x.dtype) for one in turn)
     return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
 
 
@@ -58,7 +69,7 @@ class Attention(nn.Module):
 
     def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.width, self.theta = spec.heads, spec.kv_heads, spec.head_dim, spec.rope_theta
+        self.heads, self.kv_heads, self.width = spec.heads, spec.kv_heads, spec.head_dim
         self.q_proj = nn.Linear(spec.hidden_size, spec.heads * spec.head_dim, bias=False)
         self.k_proj = nn.Linear(spec.hidden_size, spec.kv_heads * spec.head_dim, bias=False)
         self.v_proj = nn.Linear(spec.hidden_size, spec.kv_heads * spec.head_dim, bias=False)
@@ -66,17 +77,17 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps)
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps)
 
-    def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[b, t, H] at int64 [b, t] -> keys and values [b, kv heads, t, d]."""
+    def keys_values(self, x: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+        """[b, t, H] -> keys and values [b, kv heads, t, d]."""
         shape = (*x.shape[:-1], self.kv_heads, self.width)
         key = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
-        return rotate(key, positions, self.theta), self.v_proj(x).view(shape).transpose(1, 2)
+        return rotate(key, turn), self.v_proj(x).view(shape).transpose(1, 2)
 
-    def forward(self, x: Tensor, positions: Tensor, context: tuple[Tensor, Tensor], mask: Any) -> Tensor:
+    def forward(self, x: Tensor, turn: Turn, context: tuple[Tensor, Tensor], mask: Any) -> Tensor:
         """Block stream x [b, q, H], context keys and values, mask over context + block -> [b, q, H]."""
         query = self.q_norm(self.q_proj(x).view(*x.shape[:-1], self.heads, self.width)).transpose(1, 2)
-        key, value = self.keys_values(x, positions)
-        query = rotate(query, positions, self.theta)
+        key, value = self.keys_values(x, turn)
+        query = rotate(query, turn)
         key, value = torch.cat([context[0].to(key.dtype), key], 2), torch.cat([context[1].to(value.dtype), value], 2)
         out = attend(query, key, value, mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
@@ -106,9 +117,9 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
 
-    def forward(self, x: Tensor, positions: Tensor, context: tuple[Tensor, Tensor], mask: Any) -> Tensor:
+    def forward(self, x: Tensor, turn: Turn, context: tuple[Tensor, Tensor], mask: Any) -> Tensor:
         """As `Attention.forward`."""
-        x = x + self.self_attn(self.input_layernorm(x), positions, context, mask)
+        x = x + self.self_attn(self.input_layernorm(x), turn, context, mask)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
@@ -167,8 +178,11 @@ class DFlash(ParallelDrafter, Borrower):
     def _context(self, features: Tensor) -> Tensor:
         return self.hidden_norm(self.fc(self._own(features)))  # type: ignore[no-any-return]
 
-    def _context_kv(self, layer: nn.Module, context: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return layer.self_attn.keys_values(context, positions)  # type: ignore[operator, union-attr, no-any-return]
+    def _turn(self, positions: Tensor, like: Tensor) -> Turn:
+        return turning(positions, self.spec.head_dim, self.spec.rope_theta, like)
+
+    def _context_kv(self, layer: nn.Module, context: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+        return layer.self_attn.keys_values(context, turn)  # type: ignore[operator, union-attr, no-any-return]
 
     def forward(self, features: Tensor, anchor: Tensor, tokens: Tensor) -> Tensor:
         """Draft from many anchors of many trunks at once (the packed path).
@@ -188,9 +202,14 @@ class DFlash(ParallelDrafter, Borrower):
         positions = (anchor.unsqueeze(-1) + torch.arange(size, device=anchor.device)).flatten(1)
         x = self._block(tokens).flatten(1, 2)
         mask = block_mask(anchor, features.shape[1], size, self.causal, self.window)
+        turn, far = self._turn(positions, x), self._turn(where, x)
         for layer in self.layers:
-            x = layer(x, positions, self._context_kv(layer, context, where), mask)
+            x = self.through(layer, x, turn, context, far, mask)
         return self.norm(x).unflatten(1, (n, size))[:, :, size - self.spec.drafted :]  # type: ignore[no-any-return]
+
+    def through(self, layer: nn.Module, x: Tensor, turn: Turn, context: Tensor, far: Turn, mask: Any) -> Tensor:
+        """One layer of the packed path, context included: what `compiled.compile_layers` compiles."""
+        return layer(x, turn, self._context_kv(layer, context, far), mask)  # type: ignore[no-any-return]
 
     def new_cache(self, capacity: int) -> DraftCache:
         """An empty context cache for texts of at most `capacity` tokens."""
@@ -208,8 +227,9 @@ class DFlash(ParallelDrafter, Borrower):
         The tokens there are not read.
         """
         context = self._context(features)
+        turn = self._turn(positions, context)
         for i, layer in enumerate(self.layers):
-            key, value = self._context_kv(layer, context, positions)
+            key, value = self._context_kv(layer, context, turn)
             cache.write(i, key, value, positions)
 
     @torch.no_grad()
@@ -235,6 +255,7 @@ class DFlash(ParallelDrafter, Borrower):
         own = own.tril() if self.causal else own
         mask = torch.cat([seen, own.expand(len(anchor), -1, -1)], -1).unsqueeze(1)
         x = self._block(tokens)
+        turn = self._turn(positions, x)
         for i, layer in enumerate(self.layers):
-            x = layer(x, positions, cache.read(i, span), mask)
+            x = layer(x, turn, cache.read(i, span), mask)
         return self.norm(x)[:, size - self.spec.drafted :]  # type: ignore[no-any-return]

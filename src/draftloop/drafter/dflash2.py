@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from draftloop.core.errors import InputError
 from draftloop.core.law import Candidates, Law, Readout, Sampling
-from draftloop.drafter.dflash import DFlash, Layer
+from draftloop.drafter.dflash import DFlash, Layer, Turn
 from draftloop.drafter.draft import Choose, Draft
 from draftloop.drafter.spec import DFlashSpec, block_shape
 from draftloop.recipe import DrafterPart
@@ -148,11 +148,11 @@ class ConvLayer(Layer):
         self.attention_conv = GroupedConv(spec)
         self.mlp_conv = GroupedConv(spec)
 
-    def forward(self, x: Tensor, positions: Tensor, context: tuple[Tensor, Tensor], mask: Any) -> Tensor:
+    def forward(self, x: Tensor, turn: Turn, context: tuple[Tensor, Tensor], mask: Any) -> Tensor:
         """As `Layer.forward`."""
 
         def attention(inside: Tensor) -> Tensor:
-            return self.self_attn(inside, positions, context, mask)  # type: ignore[no-any-return]
+            return self.self_attn(inside, turn, context, mask)  # type: ignore[no-any-return]
 
         x = x + self.attention_conv(self.input_layernorm(x), attention)
         return x + self.mlp_conv(self.post_attention_layernorm(x), self.mlp)  # type: ignore[no-any-return]

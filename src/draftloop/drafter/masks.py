@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftloop.core.flex import block_mask as flex_mask
-from draftloop.core.flex import flex
+from draftloop.core.flex import TILE, flex, tiled_mask
+from draftloop.core.host import sent
 
 
 def block_rule(
@@ -54,9 +54,43 @@ def block_mask(anchor: Tensor, context: int, size: int, causal: bool = False, wi
         def see(row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return block_rule(anchor, context, size, row, q, k, causal, window)
 
-        return flex_mask(see, b, queries, keys, anchor.device)
+        return tiled_mask(see, *block_tiles(anchor, context, size, causal, window), queries, keys)
     row, q, k = torch.arange(b).view(b, 1, 1), torch.arange(queries).view(1, -1, 1), torch.arange(keys).view(1, 1, -1)
     return block_rule(anchor, context, size, row, q, k, causal, window).unsqueeze(1)
+
+
+def block_tiles(
+    anchor: Tensor, context: int, size: int, causal: bool = False, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Which tiles of `block_rule` hold anything, and which of them everything: told by the anchors alone.
+
+    Args:
+        anchor: int64 [b, N], at most `context`.
+        context, size, causal, window: as for `block_mask`.
+
+    Returns:
+        bool [b, query tiles, key tiles], twice. With a window the first may hold tiles that are empty.
+    """
+    queries, keys = anchor.shape[1] * size, context + anchor.shape[1] * size
+    # what depends on no anchor, on the host: a tile's queries lie in blocks `first` to `last`, whose keys are their own
+    start, left = torch.arange(0, queries, TILE), torch.arange(0, keys, TILE)
+    end, right = (start + TILE).clamp(max=queries), (left + TILE).clamp(max=keys)
+    first, last = start // size, (end - 1) // size
+    behind = end if causal else (last + 1) * size
+    own = (right > context + first[:, None] * size) & (left < context + behind[:, None])
+    own, left = sent(own, anchor.device), sent(left, anchor.device)
+    least, most = _extremes(anchor.repeat_interleave(size, 1, output_size=queries))
+    some, full = left < most, left + TILE <= least
+    if window is not None:  # a slot at offset o of its block sees from anchor + o - window + 1 on
+        some = some & (left + TILE > least - window + 1)
+        full = full & (left >= most + size - window)
+    return own | some, full
+
+
+def _extremes(anchor: Tensor) -> list[Tensor]:
+    """Lowest and highest anchor of each tile, [b, tiles, 1], of those of queries [b, q]; 0 behind the last query."""
+    slots = F.pad(anchor, (0, -anchor.shape[1] % TILE))  # so a last tile that is not whole is never full
+    return [one.unsqueeze(-1) for one in slots.unflatten(1, (-1, TILE)).aminmax(dim=-1)]
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
@@ -69,7 +103,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
         group = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    return flex(query, key, value, mask)
+    return _apart(query, key, value, mask)
+
+
+_apart = torch.compiler.disable(
+    flex
+)  # layers that are compiled leave it as it is: its masks are rules, closed over sizes
 
 
 def chain_rule(anchor: Tensor, owner: Tensor, row: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -125,8 +164,7 @@ def _flex_chain(
     query: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], anchor: Tensor, scale: float | None
 ) -> Tensor:
     """The same by blocks: slot by slot, so that few blocks of the chains' own keys hold anything."""
-    b, _, n, _ = query.shape
-    length, slots = context[0].shape[2], own[0].shape[3]
+    n, length, slots = query.shape[2], context[0].shape[2], own[0].shape[3]
     key, value = (
         torch.cat([far, near.transpose(2, 3).flatten(2, 3)], 2) for far, near in zip(context, own, strict=True)
     )
@@ -135,4 +173,17 @@ def _flex_chain(
     def see(row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return chain_rule(anchor, owner, row, q, k)
 
-    return flex(query, key, value, flex_mask(see, b, n, length + n * slots, anchor.device), scale)
+    mask = tiled_mask(see, *chain_tiles(anchor, length, slots), n, length + n * slots)
+    return flex(query, key, value, mask, scale)
+
+
+def chain_tiles(anchor: Tensor, context: int, slots: int) -> tuple[Tensor, Tensor]:
+    """As `block_tiles`, of `chain_rule`: keys lie slot by slot behind the context, chain by chain in a slot."""
+    n = anchor.shape[1]
+    start, left = torch.arange(0, n, TILE), torch.arange(0, context + n * slots, TILE)
+    end, right = (start + TILE).clamp(max=n), left + TILE
+    shift = context + n * torch.arange(slots).view(-1, 1, 1)
+    own = ((right > shift + start[:, None]) & (left < shift + end[:, None])).any(0)
+    own, left = sent(own, anchor.device), sent(left, anchor.device)
+    least, most = _extremes(anchor)
+    return own | (left.clamp(min=1) < most), (left > 0) & (left + TILE <= least)

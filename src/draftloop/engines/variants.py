@@ -18,7 +18,7 @@ from draftloop.core.errors import InputError
 from draftloop.core.law import Readout
 from draftloop.core.weights import read_tensors
 from draftloop.drafter.build import for_decoding
-from draftloop.drafter.dflash import DFlash
+from draftloop.drafter.dflash import DFlash, Turn
 from draftloop.drafter.spec import DFlashSpec, check_fits, choose_mask_token
 from draftloop.formats import zlab_config
 from draftloop.formats.load import load_drafter
@@ -62,12 +62,12 @@ class Read:
 class FirstKeyNorm(DFlash):
     """Norms the context's keys of every layer by layer 0's weights, as engines do whose fused kernel takes one row."""
 
-    def _context_kv(self, layer: nn.Module, context: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _context_kv(self, layer: nn.Module, context: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
         attention: Any = layer.self_attn
         first: Any = self.layers[0].self_attn
         own, attention.k_norm = attention.k_norm, first.k_norm
         try:
-            return super()._context_kv(layer, context, positions)
+            return super()._context_kv(layer, context, turn)
         finally:
             attention.k_norm = own
 

@@ -164,7 +164,7 @@ def ratio_run(blocks: Blocks, teacher: Law, coins: Tensor) -> Tensor:
     tokens = blocks.tokens.flatten()
     log_p = [
         teacher.rows(part).log_probs().gather(-1, tokens[part].unsqueeze(-1)).squeeze(-1)
-        for part in torch.arange(tokens.numel(), device=tokens.device).split(256)
+        for part in torch.arange(tokens.numel(), device=tokens.device).split(_at_once(teacher.readout))
     ]
     margin = torch.cat(log_p).double().view_as(coins) - blocks.log_q.double()
     return leading((coins.log() < margin) & blocks.valid)
@@ -233,9 +233,9 @@ def trunk_run(lessons: list[Lesson], blocks: Blocks) -> Tensor:
 
 
 def _at_once(readout: Readout) -> int:
-    """Rows whose laws are drawn from at once: a few of them fill a processor; a GPU, half a GiB of float64."""
+    """Rows whose laws are read at once: a few of them fill a processor; a GPU, half a GiB of float32."""
     weight = readout.weight
-    return max(256, (1 << 26) // weight.shape[0]) if weight.is_cuda else 256
+    return max(256, (1 << 27) // weight.shape[0]) if weight.is_cuda else 256
 
 
 def texts(lessons: list[Lesson], more: int = 0, fill: int = 0) -> Tensor:

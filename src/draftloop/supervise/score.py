@@ -138,29 +138,29 @@ class _Plan:
         numbers = read.nonzero().squeeze(1)
         numbers = numbers[torch.argsort(self.row[numbers], stable=True)]
         rows, counts = torch.unique_consecutive(self.row[numbers], return_counts=True)
-        found = []
-        for row, mine in zip(rows.tolist(), numbers.split(counts.tolist()), strict=True):
-            if row in wanted:
-                found += [self._piece(row, part) for part in self._parts(mine, tokens_at_once)]
+        fork, length = self.fork[numbers].tolist(), self.length[numbers].tolist()  # a device waits for this: no tensors
+        found, begin = [], 0
+        for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
+            end = begin + count
+            for size in _parts(max(fork[begin:end]) + 1, length[begin:end], tokens_at_once) if row in wanted else ():
+                part = slice(begin, begin + size)
+                reach = max(fork[part]) + 1
+                found.append(_Piece(row, reach, numbers[part], reach + sum(length[part])))
+                begin += size
+            begin = end
         return found
 
-    def _parts(self, numbers: Tensor, tokens_at_once: int) -> list[Tensor]:
-        """The blocks of one lesson in as many parts as the budget asks for."""
-        reach, length = int(self.fork[numbers].max()) + 1, self.length[numbers]
-        if reach + int(length.sum()) <= tokens_at_once:
-            return [numbers]
-        sizes, used = [0], reach
-        for more in length.tolist():
-            if sizes[-1] and used + more > tokens_at_once:
-                sizes.append(0)
-                used = reach
-            sizes[-1] += 1
-            used += more
-        return list(numbers.split(sizes))
 
-    def _piece(self, row: int, numbers: Tensor) -> _Piece:
-        reach = int(self.fork[numbers].max()) + 1
-        return _Piece(row, reach, numbers, reach + int(self.length[numbers].sum()))
+def _parts(reach: int, lengths: list[int], tokens_at_once: int) -> list[int]:
+    """How many blocks of one lesson go together, one after the other, each time with a trunk of `reach` tokens."""
+    sizes, used = [0], reach
+    for more in lengths:
+        if sizes[-1] and used + more > tokens_at_once:
+            sizes.append(0)
+            used = reach
+        sizes[-1] += 1
+        used += more
+    return sizes
 
 
 def _forward(

@@ -29,6 +29,7 @@ from draftloop.core.version import VERSION
 from draftloop.data.overlap import Overlap, ngram_overlap
 from draftloop.data.prompts import Prompt, read_prompts, split
 from draftloop.drafter.build import meet_answers, new_drafter
+from draftloop.drafter.compiled import compile_layers
 from draftloop.drafter.families import spec_for
 from draftloop.drafter.ngram import refuse_ngram
 from draftloop.drafter.spec import made_for
@@ -240,6 +241,8 @@ def gather(recipe: Recipe, folder: Path, *, new: bool, quiet: bool = False, rank
     prompts = read_splits(recipe)  # before the target: a wrong file name should not cost a model's loading
     target = load_recipe_target(recipe.target)
     drafter, before = load_recipe_drafter(recipe, target)
+    if recipe.compile_drafter:
+        compile_layers(drafter)
     for stage in recipe.stages:  # refuses kernels that cannot be had here, and a weight for a head that is not there
         why_eager(stage.objective.kernel, [drafter.readout, target.readout], target.device)
         confidence_weight(stage.objective, drafter)

@@ -18,6 +18,7 @@ from torch import Tensor
 from draftloop.core.draws import Purpose, key_of, permutation
 from draftloop.core.errors import EnvironmentFault, InputError
 from draftloop.drafter.build import for_decoding
+from draftloop.drafter.compiled import compiling
 from draftloop.evaluate.tau import acceptance
 from draftloop.evaluate.walk import walk
 from draftloop.learn.update import Learnt, confidence_weight, differentiate
@@ -193,16 +194,17 @@ class StageRun:
 
     def _gradient(self, step: int) -> Learnt:
         try:
-            parts = [self._batch(step, i) for i in range(self.part.accumulate)]
-            batches = [batch for batch in parts if batch is not None]
-            learnt = differentiate(
-                self.part.objective,
-                batches,
-                self.drafter,
-                self.material.target.readout,
-                self.material.precision,
-                self.ranks,
-            )
+            with compiling(f"stage {self.part.name}"):
+                parts = [self._batch(step, i) for i in range(self.part.accumulate)]
+                batches = [batch for batch in parts if batch is not None]
+                learnt = differentiate(
+                    self.part.objective,
+                    batches,
+                    self.drafter,
+                    self.material.target.readout,
+                    self.material.precision,
+                    self.ranks,
+                )
             self.expected.add(batches, learnt)
             return learnt
         except torch.OutOfMemoryError as error:
