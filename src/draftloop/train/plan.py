@@ -60,6 +60,7 @@ def stage_cost(stage: StagePart, target: Any, drafter: Any, trunks: int, mean: f
         disk_bytes=weights * 5,  # a checkpoint: weights, two moments, the best ones; and the stage's result
         memory_bytes=weights * 5 + chunk * target.vocab_size * 4 * 3,
         seconds=stage.minutes * 60 if stage.minutes else None,
+        bound=stage.stop.patience is not None,  # it may end before
     )
 
 
@@ -130,7 +131,7 @@ def _answers(
             requests.append(Request(tuple(ids), key_of(prompt.id)))
     mean = sum(len(request.ids) for request in requests) / max(1, len(requests))
     seconds = rounds * _round(target, requests, response.batch_size) if response.server is None else None
-    return Cost("answer the prompts", tokens=tokens, seconds=seconds), mean + longest["train"]
+    return Cost("answer the prompts", tokens=tokens, seconds=seconds, bound=True), mean + longest["train"]
 
 
 def _round(target: Any, requests: list[Request], batch: int) -> float:
