@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from draftloop.core.errors import DraftloopError, InputError
-from draftloop.evaluate.report import read_metrics, set_chart, write_report
+from draftloop.evaluate.report import Metrics, read_metrics, render, set_chart, write_report
 from draftloop.evaluate.summary import acceptance_fields, check_summary, read_summary, write_summary
 from draftloop.evaluate.table import (
     duration,
@@ -337,11 +337,28 @@ def test_a_failed_audit_is_called_one(html_of: Pages) -> None:
 
 @pytest.mark.parametrize(
     ("interval", "words"),
-    [([1.1, 1.3], "1.20x [1.10, 1.30]."), ([0.9, 1.3], "cannot tell"), ([0.7, 0.9], "WORSE")],
+    [
+        ([1.1, 1.3], "1.20x [1.10, 1.30]."),
+        ([0.9, 1.3], "cannot tell"),
+        ([0.7, 0.9], "WORSE"),
+        (None, "n=1: these prompts cannot tell"),
+    ],
 )
-def test_a_gain_is_claimed_only_where_the_interval_shows_one(interval: list[float], words: str) -> None:
+def test_a_gain_is_claimed_only_where_the_interval_shows_one(interval: list[float] | None, words: str) -> None:
     value = a_summary() | {"gain": {"ratio": 1.2, "interval": interval}}
     assert words in tau_sentence(check_summary(value, where="x"))
+
+
+def test_a_set_of_one_response_has_no_interval() -> None:
+    # were it drawn as a point, it would look certain; `plot` and the filters must take a null
+    value = a_summary()
+    for one in value["stages"]:
+        one["sets"]["code"]["interval"] = None
+    summary = check_summary(value, where="x")
+    assert screen(summary_tables(summary)).count("n=1") == len(value["stages"])
+    assert set_chart(summary)
+    value["stages"][0]["interval"] = None
+    assert "<td>n=1</td>" in render(check_summary(value, where="x"), Metrics(), None)
 
 
 def test_branches_begin_where_their_start_was_chosen() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -336,7 +336,7 @@ def _requests(
 
 
 def _rows(kind: str, responses: Sequence[Response | Tally]) -> list[dict[str, Any]]:
-    return [{"kind": kind, **asdict(one)} for one in responses]
+    return [{"kind": kind, **one.to_json()} for one in responses]
 
 
 def _served(drafter: Any | None, target: Target) -> Any | None:
