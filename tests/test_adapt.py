@@ -148,7 +148,7 @@ def test_another_pipeline_is_refused(override):
 
 
 def test_at_most_so_many_prompts_are_held_out(toy):
-    from draftloop.train.material import read_splits
+    from draftloop.train.inputs import read_splits
 
     sizes = {}
     for most in (1, 2, 200):

@@ -77,7 +77,7 @@ def adapt(
         overrides=overrides or [],
     )
     if dry_run:
-        plan = room.adapt_plan(recipe, out=out, say=say(as_json))
+        plan = room.adapt_plan(recipe, out=out, fresh=fresh, say=say(as_json))
         if as_json:
             print(json.dumps(plan, indent=2))
         return

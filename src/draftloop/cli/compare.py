@@ -12,7 +12,8 @@ from typing import Any
 from rich.console import Console
 
 from draftloop.cli.app import drafter_folder, say
-from draftloop.cli.rows import check_new, head_of, row_writer
+from draftloop.cli.early import check_inputs
+from draftloop.cli.rows import head_of, row_writer
 from draftloop.core.errors import InputError
 
 PICTURE = "compare.png"  # beside the kept answers, where no rows are written
@@ -39,7 +40,9 @@ def compare(
     from draftloop.train.progress import reporting
 
     _check_names(names)
-    check_new(out)
+    drafting = [name for name in names if not _is_plain(name)]
+    picture = plot or (out.with_suffix(".png") if out else cache / PICTURE)
+    check_inputs(drafting, prompts, options["limit"], out=out, folders=[cache, picture.parent])
     loaded = api.load_target(target, dtype=dtype, trust_remote_code=trust_remote_code)
     loaded.engine = engine
     drafters = {name: None if _is_plain(name) else api.load_drafter(_folder(name), loaded) for name in names}
@@ -53,7 +56,7 @@ def compare(
             report=lambda title, unit: reporting(title, unit=unit, silent=as_json),
             **options,
         )
-    picture = plot_comparison(found, plot or (out.with_suffix(".png") if out else cache / PICTURE))
+    plot_comparison(found, picture)
     if as_json:
         print(json.dumps({**found.to_json(), "picture": str(picture)}, indent=2))
     else:

@@ -19,14 +19,8 @@ from draftloop.decode.loop import Decoder
 from draftloop.decode.trace import Generation, Options, Request
 from draftloop.objective.fused import why_eager
 from draftloop.recipe import Recipe, StagePart
-from draftloop.train.material import (
-    SPLITS,
-    find_run,
-    load_recipe_drafter,
-    load_recipe_target,
-    read_splits,
-    run_folder,
-)
+from draftloop.train.inputs import SPLITS, read_inputs
+from draftloop.train.material import find_run, load_recipe_drafter, load_recipe_target, run_folder
 from draftloop.train.progress import Cost, cost_sheet
 
 _ROUNDS = 8  # decoded to learn what a token costs
@@ -69,13 +63,16 @@ def eager_reason(stage: StagePart, target: Any, drafter: Any) -> str | None:
     return why_eager(stage.objective.kernel, [drafter.readout, target.readout], target.device)
 
 
-def dry_run(recipe: Recipe, out: Path | None, say: Callable[[str], None] = print) -> dict[str, Any]:
+def dry_run(
+    recipe: Recipe, out: Path | None, say: Callable[[str], None] = print, *, fresh: bool = False
+) -> dict[str, Any]:
     """Say what a run of this recipe would do and cost; loads its models, decodes a few tokens, writes nothing.
 
     Args:
         recipe: as for `train`.
         out: as for `train`.
         say: where sentences go.
+        fresh: as for `train`.
 
     Returns:
         the same as JSON values: folder, begun, prompts by split, costs.
@@ -84,8 +81,8 @@ def dry_run(recipe: Recipe, out: Path | None, say: Callable[[str], None] = print
         InputError: any of the recipe's inputs cannot be used, or the directory holds another run.
     """
     folder = run_folder(recipe, out)
-    found = find_run(recipe, folder)
-    prompts = read_splits(recipe)
+    found = find_run(recipe, folder, fresh=fresh)
+    prompts = read_inputs(recipe, folder)
     target = load_recipe_target(recipe.target)
     drafter, _ = load_recipe_drafter(recipe, target)
     say(f"{'A run is there, and would be gone on with' if found else 'The run would lie'} in {folder}.")
