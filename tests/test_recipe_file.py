@@ -259,6 +259,7 @@ def test_mistakes_in_an_override(tmp_path, override, parts):
         ("stages.0.proposals={trunk: .inf}", "must be a number above 0"),
         ("stages.0.proposals={trunk: true}", "the weight of trunk is True"),
         ("data.response.server=garbage", "is no URL"),
+        ("data.response.top_k=5", "top_k and top_p have no effect at temperature 0"),
     ],
 )
 def test_cells_that_contradict_each_other(tmp_path, override, part):
@@ -379,7 +380,7 @@ def _part(section: type[Part]) -> st.SearchStrategy[dict[str, Any]]:
 def recipes(draw) -> Recipe:
     given_ = draw(_part(Recipe))
     if given_["data"]["response"]["temperature"] == 0:
-        given_["data"]["response"]["samples"] = 1  # more would be the same answer again
+        given_["data"]["response"] |= {"samples": 1, "top_k": 0, "top_p": 1.0}  # more would be the same answer again
     if given_["data"]["response"]["server"] is None:
         given_["data"]["response"] |= {"server_model": None, "server_key_env": None}
     else:

@@ -6,7 +6,7 @@ Knows what a stage holds in memory and puts on the disk. Trains nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,26 @@ def stage_cost(stage: StagePart, target: Any, drafter: Any, trunks: int, mean: f
         seconds=stage.minutes * 60 if stage.minutes else None,
         bound=stage.stop.patience is not None,  # it may end before
     )
+
+
+def over_budget(stage: StagePart, drafted: int, lengths: Sequence[int]) -> list[str]:
+    """Say that a stage's budget of target tokens will be exceeded, since every sequence keeps one anchor at least.
+
+    Args:
+        stage: its row of the recipe.
+        drafted: K.
+        lengths: of the training trunks, in tokens.
+    """
+    budget = stage.branch.target_tokens
+    if budget is None or stage.trunks != "fixed" or not {"sampled", "redraft"} & set(stage.mixture):
+        return []
+    most = sum(length + max(1, drafted - 1) for length in sorted(lengths)[-stage.batch_size :])
+    if most <= budget:
+        return []
+    return [
+        f"Stage {stage.name}: a forward may take {most} target tokens, more than branch.target_tokens ({budget}):"
+        f" {stage.batch_size} sequences have so many with an anchor each. A smaller batch_size would need fewer."
+    ]
 
 
 def eager_reason(stage: StagePart, target: Any, drafter: Any) -> str | None:
