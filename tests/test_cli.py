@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import warnings
-from pathlib import Path
 
 import pytest
 import transformers
@@ -18,7 +17,7 @@ import yaml
 from draftloop.cli import main
 from draftloop.core.errors import DraftloopError, EnvironmentFault, InputError
 from draftloop.data.trunk import Trunk
-from tests.toy_run import toy_recipe
+from tests.toy_run import toy as toy
 
 COMMANDS = ["train", "quickstart", "prepare", "evaluate", "audit", "doctor"]
 SHORT = [
@@ -28,13 +27,6 @@ SHORT = [
     "stages.1.steps=1",
     "stages.2.steps=1",
 ]
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("toy")
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(toy_recipe(folder), sort_keys=False), encoding="utf-8")
-    return folder
 
 
 @pytest.fixture(scope="module")

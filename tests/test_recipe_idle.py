@@ -16,7 +16,7 @@ from draftloop.train.plan import over_budget
         ({"method": "sft", "objective": {"ce_weight": 0.2}}, ["objective.ce_weight has no effect on kind ce"]),
         (
             {"method": "overlap", "rollout": {"refresh_every": 5, "rule": "ratio"}},
-            ["rollout.refresh_every and rollout.rule have no effect without trunks: rollout"],
+            ["rollout.refresh_every, rollout.rule have no effect without trunks: rollout"],
         ),
         ({"method": "draft-opd", "rollout": {"refresh_every": 5}, "objective": {"gamma": 0.5}}, []),
         ({"method": "draft-opd", "objective": {"estimator": "accept_weighted"}}, ["objective.estimator has no effect"]),

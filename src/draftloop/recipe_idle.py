@@ -25,7 +25,7 @@ def idle_cells(stage: Any) -> list[str]:
         fields = type(section).model_fields
         idle = [f"{part}.{key}" for key in keys if getattr(section, key) != fields[key].get_default()]
         if idle:
-            said.append(f"Stage {stage.name}: {' and '.join(idle)} ha{'ve' if idle[1:] else 's'} no effect {why}.")
+            said.append(f"Stage {stage.name}: {', '.join(idle)} ha{'ve' if idle[1:] else 's'} no effect {why}.")
 
     if kind != "draft_opd":
         look("objective", _DRAFT_OPD, f"on kind {kind}")
