@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -76,12 +75,10 @@ def _folder(name: str) -> Path:
 
 
 def _check_names(names: Sequence[str]) -> None:
-    """What can be said before a model is loaded: one named twice, in one way or in two, or one that is not there."""
+    """Refuse one named twice, in one way or in two, before a model is loaded."""
     seen: dict[Path | str, str] = {}
     for name in names:
         folder = _folder(name)
-        if os.sep in name and not folder.exists():
-            raise InputError("there is no such folder", where=name, fix="Check the spelling of the path.")
         place = folder.resolve() if folder.exists() else name
         if place in seen:
             what = "it is named twice" if seen[place] == name else f"it is the same drafter as {seen[place]}"

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from draftloop.cli.app import AsJson, Out, Overrides, app, say
+from draftloop.cli.app import AsJson, Out, Overrides, app, places, say
 from draftloop.cli.early import note_idle
 
 
@@ -105,4 +105,4 @@ def _finish(folder: Path, as_json: bool) -> None:
         print((folder / "summary.json").read_text(encoding="utf-8"))
         return
     Console().print(summary_tables(read_summary(folder)))
-    print(f"\nDrafter: {folder / 'drafter'}   report: {folder / 'report.html'}   figures: {folder / 'summary.json'}")
+    print(places(folder))
