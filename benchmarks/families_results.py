@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from bench_results import rounded
+from run_rows import interval
 from run_rows import whole_rows as read
 
 from draftloop.evaluate.tau import Tally, acceptance
@@ -111,7 +112,11 @@ def table(raw: Path = RAW) -> str:
     ]
     for name, row in found["families"].items():
         taus = row.get("tau", {})
-        cells = [_tau(taus.get("t0")), _interval(taus.get("t0")), _number(row.get("tau_untrained"))]
+        cells = [
+            _tau(taus.get("t0")),
+            interval(taus["t0"]["interval"], 2) if "t0" in taus else "",
+            _number(row.get("tau_untrained")),
+        ]
         cells += [_tau(taus.get("t0", {}).get("sets", {}).get(one)) for one in sets]
         cells += [_tau(taus.get("t1_match")), _tau(taus.get("t1_ratio"))]
         lines.append(f"| {TITLES[name]} | {' | '.join(cells)} |")
@@ -187,10 +192,6 @@ def _number(value: float | None, digits: int = 2) -> str:
 
 def _tau(part: Row | None) -> str:
     return _number(part["tau_pooled"]) if part else ""
-
-
-def _interval(part: Row | None) -> str:
-    return f"{part['interval'][0]:.2f} to {part['interval'][1]:.2f}" if part else ""
 
 
 def _millions(value: int | None) -> str:

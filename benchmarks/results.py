@@ -26,9 +26,9 @@ import parity_results
 import scoring_results
 import small_hybrid_results
 import tree_attention
-from run_rows import read
+from run_rows import interval, read
 
-from draftloop.evaluate.tau import Response, acceptance, paired
+from draftloop.evaluate.tau import Response, acceptance, paired, shown
 
 ROOT = Path(__file__).resolve().parent.parent
 RAW = ROOT / "results" / "raw"
@@ -134,8 +134,7 @@ def _readme(found: dict[str, Any]) -> str:
             if stage is None:
                 taus.append("")
                 continue
-            low, high = stage["interval"]
-            taus.append(f"{stage['tau_pooled']:.2f}" + (f" ({low:.2f} to {high:.2f})" if high > low else ""))
+            taus.append(f"{stage['tau_pooled']:.2f}" + _bracketed(stage["interval"], 2))
         arm = run["decoding"]["arms"][-1]
         speed = f"{arm['speedup']:.2f}, pays above tau {arm['round_cost']:.2f}"
         lossless = "yes" if run["lossless"] else "NO"
@@ -165,13 +164,13 @@ def _run_table(name: str, head: dict[str, Any], stages: list[dict[str, Any]], ar
         gain = paired(arms[stages[0]["name"]], arms[stage["name"]])
         star = " (delivered)" if stage["name"] == head["delivered"] else ""
         lines.append(
-            f"| {stage['name']}{star} | {a.tau_pooled:.3f} | {a.interval[0]:.3f} to {a.interval[1]:.3f}"
+            f"| {stage['name']}{star} | {a.tau_pooled:.3f} | {interval(shown(a.interval, a.responses))}"
             f" | {a.tau_mean:.3f} | {gain.ratio:.3f} | {stage['steps']} | {stage['labels']} | {stage['seconds']:.0f} |"
         )
     if "ngram" in arms:  # untrained, beside the stages
         a = acceptance(arms["ngram"])
-        low, high = a.interval
-        lines.append(f"| n-gram lookup | {a.tau_pooled:.3f} | {low:.3f} to {high:.3f} | {a.tau_mean:.3f} | | | | |")
+        wide = interval(shown(a.interval, a.responses))
+        lines.append(f"| n-gram lookup | {a.tau_pooled:.3f} | {wide} | {a.tau_mean:.3f} | | | | |")
     if head["decoding"]:
         plain = head["decoding"]["plain"]
         lines += [
@@ -223,11 +222,13 @@ def _ablation_table(study: dict[str, Any]) -> str:
     ]
     for name, arm in sorted(study["arms"].items(), key=lambda item: -item[1]["mean"]):
         each = " / ".join(f"{tau:.3f}" for tau in arm["tau_pooled"])
-        over = " / ".join(
-            f"{r['ratio']:.3f} ({r['interval'][0]:.3f} to {r['interval'][1]:.3f})" for r in arm["over_sft"]
-        )
+        over = " / ".join(f"{r['ratio']:.3f}{_bracketed(r['interval'], 3)}" for r in arm["over_sft"])
         lines.append(f"| {name} | {arm['mean']:.3f} | {each} | {over if name not in ('sft', 'untrained') else ''} |")
     return "\n".join([*lines, ""])
+
+
+def _bracketed(found: list[float] | None, digits: int) -> str:
+    return f" ({interval(found, digits)})" if found and found[1] > found[0] else ""
 
 
 def _json(value: Any) -> str:

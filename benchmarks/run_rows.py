@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +35,8 @@ def whole_rows(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return rows
+
+
+def interval(found: Sequence[float] | None, digits: int = 3) -> str:
+    """`1.980 to 2.310`; nothing of a single response, which has none."""
+    return "" if found is None else f"{found[0]:.{digits}f} to {found[1]:.{digits}f}"

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from run_rows import read
+from run_rows import interval, read
 
 from draftloop.evaluate.tau import acceptance, paired
 
@@ -124,7 +124,7 @@ def _arms(run: Row) -> list[str]:
         over = [_ratio(arm["over"].get(base)) for base in ("sft", "sft-continued")]
         each = " | ".join(f"{a['sets'][name]['tau_pooled']:.2f}" for name in sets)
         lines.append(
-            f"| {arm['name']}{star} | {a['tau_pooled']:.3f} | {a['interval'][0]:.3f} to {a['interval'][1]:.3f}"
+            f"| {arm['name']}{star} | {a['tau_pooled']:.3f} | {interval(a['interval'])}"
             f" | {over[0]} | {over[1]} | {each} | {arm['steps']} | {arm['seconds']:.0f} |"
         )
     if audit := run["audit"]:
@@ -139,8 +139,7 @@ def _arms(run: Row) -> list[str]:
 def _ratio(found: Row | None) -> str:
     if found is None:
         return ""
-    low, high = found["interval"]
-    return f"{found['ratio']:.3f} ({low:.3f} to {high:.3f})"
+    return f"{found['ratio']:.3f}" + (f" ({interval(found['interval'])})" if found["interval"] else "")
 
 
 def _machine(head: Row) -> str:

@@ -9,10 +9,7 @@ import torch.nn.functional as F
 
 from draftloop.drafter.build import new_drafter
 from draftloop.drafter.eagle3 import Eagle3, Eagle3Spec
-
-
-def rand(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tests.packed import rand
 
 
 def chain_spec(target, *, block: int = 5, taps=(0, 1, 2), vocab: int | None = 40, **changes) -> Eagle3Spec:

@@ -148,7 +148,7 @@ def test_another_pipeline_is_refused(override):
 
 
 def test_at_most_so_many_prompts_are_held_out(toy):
-    from draftloop.train.material import read_splits
+    from draftloop.train.inputs import read_splits
 
     sizes = {}
     for most in (1, 2, 200):
@@ -274,6 +274,8 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(call, toy, tmp_path)
     assert told["prompts"] == {"train": 20, "validation": 2, "test": 2}
     assert told["costs"][0]["tokens"] == turns * 12
     assert told["costs"][1]["steps"] == 60
+    assert [cost["bound"] for cost in told["costs"]] == [True, True, False]
+    assert "at least" not in out  # before a sum that holds a bound
     assert (
         call(*GIVEN, "--out", tmp_path / "run", "--dry-run", "--minutes", "5", small=SMALL[2:])[1].count("5 min") >= 2
     )

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from transformers import AutoModelForCausalLM
 
 import draftloop
@@ -18,16 +17,10 @@ from draftloop.data.prompts import read_prompts
 from draftloop.drafter.build import new_drafter
 from draftloop.drafter.families import spec_for
 from draftloop.recipe import DrafterPart
-from tests.toy_run import toy_checkpoint, toy_prompts, toy_recipe, toy_tokenizer
+from tests.toy_run import toy as toy
+from tests.toy_run import toy_checkpoint, toy_prompts, toy_tokenizer
 
 ASKS = ["the cat", "one two three?", "the mat sat on the cat, and so on and on"]
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("toy")
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(toy_recipe(folder), sort_keys=False), encoding="utf-8")
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -13,34 +13,13 @@ from draftloop.core.law import Law, Sampling
 from draftloop.drafter import chain
 from draftloop.drafter.chain import ChainCache, ChainDrafter
 from draftloop.target.load import load_target
-from tests.chains import by_definition, chain_drafter, rand
-from tests.tiny import VOCAB, tiny_model, tiny_target
+from tests.chains import by_definition, chain_drafter
+from tests.packed import CLOSE, EXACT, anchors, gap, rand, texts
+from tests.packed import exact as exact
+from tests.packed import owner as owner
+from tests.tiny import VOCAB, tiny_model
 
 pytestmark = pytest.mark.families
-CLOSE, EXACT = 1e-5, 1e-10
-
-
-@pytest.fixture(scope="module")
-def owner():
-    return tiny_target("llama")
-
-
-@pytest.fixture(scope="module")
-def exact():
-    return load_target(tiny_model("llama").double())
-
-
-def gap(got: torch.Tensor, want: torch.Tensor) -> float:
-    assert got.shape == want.shape
-    return float((got - want).detach().abs().max() / want.detach().abs().max())
-
-
-def texts(drafter, lengths, seed: int):
-    """Features [b, S, F * H] of ragged texts (random behind their ends) and tokens [b, S + 1]."""
-    width = len(drafter.spec.target_layers) * drafter.spec.hidden_size
-    features = rand(len(lengths), max(lengths), width, seed=seed).to(drafter.fc.weight.dtype)
-    tokens = torch.randint(0, VOCAB, (len(lengths), max(lengths) + 1), generator=torch.Generator().manual_seed(seed))
-    return features, tokens
 
 
 def drafts(shape, seed: int) -> torch.Tensor:
@@ -89,16 +68,8 @@ SHAPES = st.fixed_dictionaries(
 )
 
 
-@st.composite
-def anchors(draw):
-    """Text lengths and, for each row, the same number of anchors, each at most the text's length."""
-    lengths = draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
-    count = draw(st.integers(1, 5))
-    return lengths, [draw(st.lists(st.integers(1, n), min_size=count, max_size=count)) for n in lengths]
-
-
 @settings(max_examples=40, deadline=None)
-@given(SHAPES, anchors(), st.integers(0, 1000))
+@given(SHAPES, anchors(1), st.integers(0, 1000))
 def test_packed_is_sequential(exact, shape, plan, seed):
     assert worst(chain_drafter(exact, seed, **shape), plan, seed) < EXACT
 
@@ -212,7 +183,7 @@ def test_rows_are_selected_and_refilled(owner):
 
 
 @settings(max_examples=25, deadline=None)
-@given(anchors(), st.integers(0, 100), st.data())
+@given(anchors(1), st.integers(0, 100), st.data())
 def test_nothing_leaks(owner, plan, seed, data):
     """Features at or above an anchor, tokens above it, other rows and chains change no bit; what is seen changes it."""
     drafter = chain_drafter(owner)

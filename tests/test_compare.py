@@ -152,6 +152,7 @@ def test_every_row_says_which_drafter_it_is(toy, tmp_path, target, drafters):
     found, rows = compared(target, {**drafters, "none": None}, toy, tmp_path)
     assert {row["drafter"] for row in rows} == {"a", "b", "none"}
     assert all("temperature" in row for row in rows)
+    assert all(value is not None for row in rows for value in row.values())  # nothing that says nothing
     told = json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert [one["drafter"] for one in told["drafters"]] == ["a", "b", "none"]
     assert [one["drafter"] for one in told["rows"]] == ["a", "b", "none"]

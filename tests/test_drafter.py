@@ -16,29 +16,10 @@ from draftloop.drafter.build import for_decoding, new_drafter
 from draftloop.drafter.dflash import DFlash
 from draftloop.drafter.masks import block_mask
 from draftloop.target.load import load_target
-from tests.tiny import VOCAB, tiny_drafter, tiny_model, tiny_spec, tiny_target
-
-CLOSE, EXACT = 1e-5, 1e-10  # of the largest logit, in float32 and in float64
-
-
-@pytest.fixture(scope="module")
-def owner():
-    return tiny_target("llama")
-
-
-@pytest.fixture(scope="module")
-def exact():
-    """Random plans run in float64, where a wrong edge stands out from rounding by many orders."""
-    return load_target(tiny_model("llama").double())
-
-
-def gap(got: torch.Tensor, want: torch.Tensor) -> float:
-    assert got.shape == want.shape
-    return float((got - want).detach().abs().max() / want.detach().abs().max())
-
-
-def rand(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tests.packed import CLOSE, EXACT, anchors, gap, rand, texts
+from tests.packed import exact as exact
+from tests.packed import owner as owner
+from tests.tiny import VOCAB, tiny_drafter, tiny_model, tiny_spec
 
 
 def make(owner, seed: int = 0, **changes) -> DFlash:
@@ -64,22 +45,6 @@ SHAPES = st.fixed_dictionaries(
         "rope_theta": st.sampled_from([1e2, 1e4]),
     }
 )
-
-
-@st.composite
-def anchors(draw):
-    """Trunk lengths and, for each row, the same number of anchors, each at most the trunk's length."""
-    lengths = draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
-    count = draw(st.integers(1, 5))
-    return lengths, [draw(st.lists(st.integers(0, n), min_size=count, max_size=count)) for n in lengths]
-
-
-def trunks(drafter: DFlash, lengths, seed: int):
-    """Features [b, S, F * H] of ragged trunks (random behind their ends) and tokens [b, S + 1]."""
-    width = len(drafter.spec.target_layers) * drafter.spec.hidden_size
-    features = rand(len(lengths), max(lengths), width, seed=seed).to(drafter.fc.weight.dtype)
-    tokens = torch.randint(0, VOCAB, (len(lengths), max(lengths) + 1), generator=torch.Generator().manual_seed(seed))
-    return features, tokens
 
 
 @torch.no_grad()
@@ -114,7 +79,7 @@ RAGGED = [9, 7], [[3, 8, 3, 0], [1, 7, 5, 7]]
 def worst(drafter: DFlash, plan=RAGGED, seed: int = 5) -> float:
     """The largest gap between all anchors in one forward and each of them alone."""
     lengths, places = plan
-    features, tokens = trunks(drafter, lengths, seed)
+    features, tokens = texts(drafter, lengths, seed)
     anchor = torch.tensor(places)
     packed = drafter(features, anchor, tokens.gather(1, anchor))
     assert packed.shape == (len(lengths), anchor.shape[1], drafter.spec.drafted, drafter.spec.hidden_size)
@@ -134,7 +99,7 @@ def test_a_ragged_batch_that_overwrites_rejected_positions_equals_clean_caches(e
     """Rows advance by what was accepted; features of rejected positions are written first and overwritten later."""
     drafter = make(exact)
     longest = max(p + sum(kept) for p, kept in plan) + 3
-    features, tokens = trunks(drafter, [longest] * len(plan), 1)
+    features, tokens = texts(drafter, [longest] * len(plan), 1)
     garbage = rand(*features.shape, seed=2).to(features.dtype)
     rows, cache = torch.arange(len(plan))[:, None], drafter.new_cache(longest)
     start = torch.tensor([p for p, _ in plan])
@@ -157,7 +122,7 @@ def test_a_ragged_batch_that_overwrites_rejected_positions_equals_clean_caches(e
 
 def test_select_keeps_and_reorders_rows(owner):
     drafter = make(owner)
-    features, tokens = trunks(drafter, [6, 6, 6], 0)
+    features, tokens = texts(drafter, [6, 6, 6], 0)
     cache = drafter.new_cache(9)
     cache.select(torch.tensor([0]))  # nothing in it yet: nothing to do
     drafter.extend(cache, features, torch.arange(6).expand(3, -1))
@@ -220,7 +185,7 @@ def by_definition(drafter: DFlash, owner, features: torch.Tensor, anchor: int, t
 @pytest.mark.parametrize(("anchor", "kv_heads"), [(0, 2), (1, 4), (6, 1), (7, 2)])
 def test_it_is_dflash_as_defined(owner, anchor, kv_heads):
     drafter = make(owner, 3, kv_heads=kv_heads, head_dim=8, block_size=3)
-    features, tokens = trunks(drafter, [7], 4)
+    features, tokens = texts(drafter, [7], 4)
     want = by_definition(drafter, owner, features[0], anchor, int(tokens[0, anchor]))
     packed = drafter(features, torch.tensor([[anchor]]), tokens[:, anchor : anchor + 1])[0, 0]
     assert gap(packed.double(), want) < CLOSE
@@ -293,7 +258,7 @@ def test_nothing_leaks(owner, plan, seed, data):
     """Features at or above an anchor, other rows and other blocks change no bit of it; what it sees changes it."""
     drafter = make(owner)
     lengths, places = plan
-    features, tokens = trunks(drafter, lengths, seed)
+    features, tokens = texts(drafter, lengths, seed)
     anchor = torch.tensor(places)
     given = tokens.gather(1, anchor)
     before = drafter(features, anchor, given)
@@ -315,7 +280,7 @@ def test_nothing_leaks(owner, plan, seed, data):
 
 def test_padding_anchors_disturb_nobody(owner):
     drafter = make(owner)
-    features, tokens = trunks(drafter, [6], 0)
+    features, tokens = texts(drafter, [6], 0)
     want = drafter(features, torch.tensor([[2, 5]]), tokens[:, [2, 5]])
     padded = drafter(features, torch.tensor([[2, 5, 0, 999]]), tokens[:, [2, 5, 0, 0]])
     assert bool(torch.isfinite(padded).all())
@@ -328,7 +293,7 @@ def test_padding_anchors_disturb_nobody(owner):
 @pytest.mark.parametrize("layers", [1, 3])
 def test_gradients_reach_every_parameter(owner, layers):
     drafter = make(owner, layers=layers, kv_heads=1)
-    features, tokens = trunks(drafter, [6, 4], 0)
+    features, tokens = texts(drafter, [6, 4], 0)
     anchor = torch.tensor([[2, 5], [1, 4]])
     logits = drafter.readout.logits(drafter(features, anchor, tokens.gather(1, anchor)))
     logits.log_softmax(-1)[..., 7].mean().backward()
@@ -343,7 +308,7 @@ def test_a_float32_drafter_over_a_bfloat16_target(owner):
     """With autocast (training in bfloat16) and without (training in float32)."""
     half = load_target(tiny_model("llama").bfloat16())
     drafter = make(owner).bind(half.embed, half.readout)
-    features, tokens = trunks(drafter, [8], 0)
+    features, tokens = texts(drafter, [8], 0)
     anchor = torch.tensor([[3, 6]])
     exact = drafter(features.bfloat16(), anchor, tokens[:, [3, 6]])
     assert exact.dtype == torch.float32
@@ -370,7 +335,7 @@ def test_the_decoding_copy(owner):
         assert torch.equal(value, before[name].bfloat16())
         value.zero_()
     assert all(torch.equal(value, before[name]) for name, value in drafter.state_dict().items())
-    features, tokens = trunks(drafter, [5], 0)
+    features, tokens = texts(drafter, [5], 0)
     twin = for_decoding(drafter, half)
     cache = twin.new_cache(5)
     twin.extend(cache, features.bfloat16(), torch.arange(5).unsqueeze(0))
@@ -384,7 +349,7 @@ def test_the_decoding_copy(owner):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_flex_attention_gives_what_the_dense_mask_gives(owner):
     drafter = make(owner, head_dim=16)
-    features, tokens = trunks(drafter, [300, 300], 0)
+    features, tokens = texts(drafter, [300, 300], 0)
     anchor = torch.tensor([[3, 150, 299, 20, 0], [300, 1, 17, 150, 150]])
     want = drafter(features, anchor, tokens.gather(1, anchor))
     want.square().mean().backward()

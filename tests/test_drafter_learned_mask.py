@@ -26,16 +26,12 @@ from draftloop.train import checkpoint, job
 from draftloop.train.job import train
 from draftloop.train.optimiser import DrafterOptimiser
 from draftloop.train.stage import StageRun
+from tests.packed import owner as owner
 from tests.test_drafter_spec import Words
-from tests.tiny import EOS, VOCAB, tiny_drafter, tiny_spec, tiny_target
+from tests.tiny import EOS, VOCAB, tiny_drafter, tiny_spec
 from tests.toy_run import toy_recipe, toy_tokenizer
 
 FILES = ["config.json", "mask_embedding.safetensors", "model.safetensors"]
-
-
-@pytest.fixture(scope="module")
-def owner():
-    return tiny_target("llama")
 
 
 def learned(owner, seed: int = 0, **changes) -> DFlash:

@@ -16,13 +16,8 @@ from draftloop.drafter.families import spec_for
 from draftloop.drafter.spec import check_fits, choose_mask_token, default_target_layers, left_alone
 from draftloop.recipe import DrafterPart
 from draftloop.target.load import load_target
+from tests.packed import owner as owner
 from tests.tiny import EOS, VOCAB, tiny_drafter, tiny_model, tiny_spec, tiny_target
-
-
-@pytest.fixture(scope="module")
-def owner():
-    return tiny_target("llama")
-
 
 # ---------------------------------------------------------------- which layers
 

@@ -21,6 +21,7 @@ from draftloop.supervise.drafting import packed_draft
 from draftloop.supervise.lesson import FeatureStore, Lesson
 from tests.dspark_tiny import HEADS, dspark_shape, tiny_dspark
 from tests.lessons import greedy_trunks, prompts
+from tests.packed import gap
 from tests.stand_ins import EOS, WAYS, requests_of, with_eos
 from tests.test_decode_graph import Counting, Watching, agree
 from tests.tiny import VOCAB, tiny_drafter, tiny_target
@@ -32,11 +33,6 @@ CLOSE = 1e-5
 @pytest.fixture(scope="module")
 def owner():
     return tiny_target()
-
-
-def gap(got, want) -> float:
-    assert got.shape == want.shape
-    return float((got - want).detach().abs().max() / want.detach().abs().max())
 
 
 def texts(drafter, lengths, seed=5):

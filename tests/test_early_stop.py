@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,19 +17,12 @@ from draftloop.train import job
 from draftloop.train.job import train
 from draftloop.train.metrics import read_metrics, same_but_timings
 from draftloop.train.stage import StageRun, exhausted
-from tests.toy_run import toy_recipe
+from tests.toy_run import toy as toy
 
 ONE = [
     "stages=[{name: s, method: overlap, steps: 8, evaluations: 8, stop: {patience: 2, rise: 0.05}}]",
     "evaluate={decode_prompts: 0, audit_prompts: 0}",
 ]
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("toy")
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(toy_recipe(folder), sort_keys=False), encoding="utf-8")
-    return folder
 
 
 @pytest.fixture(autouse=True)

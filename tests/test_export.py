@@ -32,7 +32,7 @@ def history(objective: str = "ce") -> History:
     return History(
         command="draftloop train recipes/a.yaml", target="m", hardware="one GPU",
         stages=(Step("sft", "sft", "ce", 10, 12345), Step("last", "overlap", objective, 5, 99)),
-        delivered="last", objective=objective, tau=2.345, interval=(2.1, 2.6), sets={"gsm8k": (3.0, 2.9, 3.1)},
+        delivered="last", objective=objective, tau=2.345, interval=(2.1, 2.6), sets={"gsm8k": (3.0, (2.9, 3.1)), "one": (2.0, None)},
     )  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def test_an_export_is_whole_and_says_how_to_serve_it(tmp_path):
     card = (folder / "README.md").read_text()
     for words in (
         shlex.join(vllm), shlex.join(sglang), "base_model: \"Qwen/Qwen3-8B\"", "5 slots", "1, 4, 7", "token 19", "2.35",
-        "2.10 to 2.60", "| gsm8k | 3.00 | 2.90 to 3.10 |", "| sft | sft | ce | 10 | 12,345 |", "## Licence", "fill this in",
+        "2.10 to 2.60", "| gsm8k | 3.00 | 2.90 to 3.10 |", "| one | 2.00 | one response |", "| sft | sft | ce | 10 | 12,345 |", "## Licence", "fill this in",
         "draftloop train recipes/a.yaml", "one GPU",
     ):  # fmt: skip
         assert words in card, words

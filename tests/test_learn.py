@@ -22,7 +22,7 @@ from draftloop.supervise.batch import supervise
 from draftloop.supervise.lesson import FeatureStore, Lesson
 from draftloop.supervise.rollout import roll_out
 from draftloop.target.load import load_target
-from tests.lessons import BLOCK, KINDS, close, greedy_trunks, prompts, rolled, train, world
+from tests.lessons import BLOCK, KINDS, close, greedy_trunks, prompts, rolled, stage, train, world
 from tests.tiny import tiny_drafter, tiny_model, tiny_target
 
 OPD = {"method": "draft-opd", "anchors_per_sequence": 5}
@@ -42,10 +42,6 @@ METHODS = {
     "redraft": {**OPD, "proposals": "redraft"},
     "random anchors": {**OPD, "anchors": "random", "proposals": "redraft"},
 }
-
-
-def stage(**cells) -> StagePart:
-    return StagePart(name="s", **cells)
 
 
 def student(kind: str):

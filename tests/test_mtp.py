@@ -20,6 +20,7 @@ from draftloop.supervise.lesson import FeatureStore, Lesson
 from draftloop.supervise.rollout import roll_out
 from tests.lessons import greedy_trunks, prompts, train
 from tests.mtp_tiny import NATIVE, mtp_drafter, mtp_target, native_folder, native_target
+from tests.packed import gap
 from tests.stand_ins import WAYS, requests_of
 from tests.tiny import VOCAB
 
@@ -37,11 +38,6 @@ def target(request):
 @pytest.fixture(scope="module")
 def llama():
     return mtp_target("llama")
-
-
-def gap(got: torch.Tensor, want: torch.Tensor) -> float:
-    assert got.shape == want.shape
-    return float((got - want).detach().abs().max() / want.detach().abs().max())
 
 
 def texts(rows: int, length: int, seed: int = 0) -> torch.Tensor:

@@ -29,7 +29,7 @@ from draftloop.formats.zlab import save_drafter
 from draftloop.supervise.lesson import FeatureStore, Lesson
 from tests import test_decode_lossless as lossless
 from tests.lessons import greedy_trunks, prompts
-from tests.stand_ins import EOS, WAYS, p_value, with_eos
+from tests.stand_ins import EOS, WAYS, p_value, replies, with_eos
 from tests.test_decode_graph import Counting, Watching, agree
 from tests.test_serve_engine import engine_python
 from tests.tiny import tiny_target
@@ -102,10 +102,6 @@ def requests():
 
 def lookup(target, name="ngram:4:1:3"):
     return for_decoding(load_drafter(name, target), target)
-
-
-def replies(generations):
-    return [(g.tokens, g.finished) for g in generations]
 
 
 @pytest.mark.parametrize("way", WAYS)

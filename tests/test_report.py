@@ -1,10 +1,8 @@
-"""The summary record, its tables at 80 columns and the one-file report, on made-up runs."""
+"""The one-file report and the sentences that it shares with the tables, on made-up runs."""
 
 from __future__ import annotations
 
-import copy
 import functools
-import io
 import json
 import math
 import re
@@ -12,173 +10,13 @@ import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
-from rich.console import Console, RenderableType
 
-from draftloop.core.errors import DraftloopError, InputError
-from draftloop.evaluate.report import read_metrics, set_chart, write_report
-from draftloop.evaluate.summary import acceptance_fields, check_summary, read_summary, write_summary
-from draftloop.evaluate.table import (
-    duration,
-    evaluation_table,
-    lossless_sentence,
-    percent_change,
-    short,
-    speed_sentence,
-    summary_tables,
-    tau_sentence,
-)
-from draftloop.evaluate.tau import Response, acceptance
-
-ATTACK = "<script>alert('x')</script>[bold]$x_1^2$ & \"q\""
-
-
-LOOKUP_KEYS = ("name", "tau_pooled", "tau_mean", "interval", "per_position", "sets")
-
-
-def stage(name: str, tau: float, *, drafted: int = 7, **changes: Any) -> dict[str, Any]:
-    alphas = [0.3 + 0.1 * tau - 0.02 * k for k in range(drafted)]
-    shares = [0.5 ** (1 + k) + 0.02 * tau for k in range(drafted)]
-    part = {"tau_pooled": tau, "tau_mean": tau + 0.07, "interval": [tau - 0.15, tau + 0.16]}
-    untrained = {"start": None, "method": None, "cells": None, "steps": 0, "labels": 0, "seconds": 0.0}
-    out = {"name": name, **untrained, "chosen_step": None, **part, "per_position": shares, "conditional": alphas}
-    sets = {"math": part, "code": {**part, "tau_pooled": tau + 0.4, "interval": [tau + 0.2, tau + 0.6]}, "chat": part}
-    return {**out, "sets": sets, "validation": [], "split": None, "delivered": False} | changes
-
-
-def trained(name: str, start: str, method: str, tau: float, *, steps: int = 400, **changes: Any) -> dict[str, Any]:
-    cells = {"trunks": "fixed", "anchors": "random", "proposals": "trunk", "objective": "ce"}
-    walk = [{"step": s, "tau_pooled": tau - 0.4 * (1 - s / steps) ** 2} for s in range(0, steps + 1, steps // 8)]
-    effort = {"cells": cells, "steps": steps, "labels": 358_400, "seconds": 184.2, "chosen_step": steps}
-    return stage(name, tau, **(effort | {"start": start, "method": method, "validation": walk} | changes))
-
-
-def a_summary() -> dict[str, Any]:
-    by_position = [{"accepted": 900 - 110 * k, "rejected": 300 + 110 * k} for k in range(7)]
-    split = {"accepted": 3990, "first_rejected": 1100, "later_rejected": 3310, "blocks": 1200, "full_blocks": 100}
-    split["by_position"] = by_position  # type: ignore[assignment]
-    stages = [
-        stage("untrained", 1.12),
-        trained("sft", "init", "sft", 2.02, split=None),
-        trained("sft-more", "sft", "sft", 2.11, chosen_step=350),
-        trained("draft-opd", "sft", "draft-opd", 2.41, split=split, delivered=True, seconds=290.0),
-    ]
-    numbers = {"tau_pooled": 2.41, "tokens_per_s": 61.0, "ms_per_round": 39.5, "round_cost": 1.58}
-    arms = [
-        {**numbers, "name": "untrained", "tau_pooled": 1.12, "tokens_per_s": 28.4, "break_even_tau": 1.58}
-        | {"speedup": 0.71, "sets": {}},
-        {**numbers, "name": "draft-opd", "break_even_tau": 1.58, "speedup": 1.52, "sets": {}},
-    ]
-    decoding = {"batch_size": 1, "dtype": "bfloat16", "prompts": 12, "max_new_tokens": 256}
-    audit_arms = [{"name": name, "equal": True, "first_difference": None} for name in ("untrained", "draft-opd")]
-    data = {"prompts": 900, "responses": 900, "tokens": 180_412, "sets": {"math": 300, "code": 300, "chat": 300}}
-    return {
-        "schema": 1,
-        "name": "first-run",
-        "command": "draftloop train recipes/first.yaml stages.0.optimiser.lr=1e-3",
-        "created": "2026-03-01T12:00:00+00:00",
-        "seconds": 1234.5,
-        "versions": {"draftloop": "0.1.0", "torch": "2.11.0", "transformers": "5.24.0"},
-        "hardware": {"cpu": "2 cores", "gpu": None, "memory_gb": 8},
-        "target": {"name": "SmolLM2-135M", "fingerprint": "abc123", "parameters": 134_515_008, "dtype": "bfloat16"},
-        "drafter": {"family": "dflash", "parameters": 7_345_920, "bytes": 14_700_000, "block_size": 8, "layers": 2}
-        | {"target_layers": [1, 14], "mask_token_id": 17, "mask_token": "<mask>"},
-        "data": {"train": data, "validation": data, "test": data}
-        | {"overlap": {"n": 8, "share_of_ngrams": 0.012, "share_of_prompts": 0.0}},
-        "stages": stages,
-        "delivered": "draft-opd",
-        "gain": {"ratio": 2.15, "interval": [2.01, 2.29]},
-        "ngram": {key: value for key, value in stage("ngram:7:2:4", 1.31).items() if key in LOOKUP_KEYS}
-        | {"gain": {"ratio": 1.84, "interval": [1.7, 1.99]}},
-        "decoding": {**decoding, "plain": {"tokens_per_s": 40.1, "ms_per_token": 24.9}, "arms": arms},
-        "lossless": True,
-        "audit": {"dtype": "float32", "prompts": 6, "tokens": 1536, "equal": True, "near_ties": 3, "gap": 1e-4}
-        | {"arms": audit_arms},
-    }
-
-
-def slow_run() -> dict[str, Any]:
-    value = a_summary()
-    value["decoding"]["arms"][1] |= {"tokens_per_s": 22.3, "round_cost": 4.33, "break_even_tau": 4.33, "speedup": 0.556}
-    return value
-
-
-def failed_audit() -> dict[str, Any]:
-    value = a_summary()
-    value["lossless"] = value["audit"]["equal"] = False
-    value["audit"]["arms"][1] |= {"equal": False, "first_difference": {"prompt": "math-3", "position": 41}}
-    return value
-
-
-def hostile() -> dict[str, Any]:
-    """Every string of the record is an attack, but those that name one another stay consistent."""
-
-    def spoil(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {
-                (key if key not in ("math", "code", "chat") else key + ATTACK): spoil(v) for key, v in value.items()
-            }
-        if isinstance(value, list):
-            return [spoil(v) for v in value]
-        return value + ATTACK if isinstance(value, str) and value not in ("init", "previous") else value
-
-    out: dict[str, Any] = spoil(a_summary())
-    out["lossless"] = False
-    out["audit"]["arms"][0] |= {"equal": False, "first_difference": ATTACK}
-    return out
-
-
-def single_stage() -> dict[str, Any]:
-    value = a_summary()
-    value["stages"] = [stage("untrained", 1.12, delivered=True, sets={})]
-    value |= {"delivered": "untrained", "gain": None, "decoding": None, "lossless": None, "audit": None}
-    value["data"] |= {"validation": None, "test": None, "overlap": None}
-    value["drafter"] |= {"mask_token_id": None, "mask_token": None}
-    return value
-
-
-def many_and_long() -> dict[str, Any]:
-    """Long names, a long block, unknown positions, ten stages."""
-    value = a_summary()
-    first = stage("untrained", 1.1, drafted=31)
-    first["per_position"][20:], first["conditional"][20:] = [None] * 11, [None] * 11
-    rest = [
-        trained(f"a-very-long-stage-name-number-{i}", "previous", "custom", 2 + i / 9, drafted=31) for i in range(9)
-    ]
-    rest[-1]["delivered"] = True
-    value |= {"stages": [first, *rest], "delivered": rest[-1]["name"], "decoding": slow_run()["decoding"]}
-    value["decoding"]["arms"][1]["name"] = rest[-1]["name"]
-    return value
-
-
-RUNS = {f.__name__: f for f in (a_summary, slow_run, failed_audit, hostile, single_stage, many_and_long)}
-
-
-def metrics_lines(summary: dict[str, Any]) -> list[str]:
-    lines = []
-    for part in summary["stages"][1:]:
-        for step in range(10, part["steps"] + 1, 10):
-            train = {"kind": "train", "stage": part["name"], "step": step, "loss": 5 / step**0.3, "lr": 1e-3}
-            lines.append(json.dumps({**train, "grad_norm": 0.4, "seconds": step * 0.4}))
-        lines += [json.dumps({"kind": "validation", "stage": part["name"], **point}) for point in part["validation"]]
-    return lines
-
-
-def run_directory(path: Path, summary: dict[str, Any], *, metrics: bool = True) -> Path:
-    write_summary(path, summary)
-    if metrics:
-        (path / "metrics.jsonl").write_text("\n".join(metrics_lines(summary)) + "\n")
-        (path / "recipe.yaml").write_text(f"name: first-run\n# {ATTACK}\n")
-    return path
-
-
-def screen(renderable: RenderableType, width: int = 80) -> str:
-    buffer = io.StringIO()
-    Console(file=buffer, width=width).print(renderable)
-    return buffer.getvalue()
-
+from draftloop.evaluate.report import Metrics, read_metrics, render, set_chart, write_report
+from draftloop.evaluate.summary import check_summary, write_summary
+from draftloop.evaluate.table import lossless_sentence, speed_sentence, summary_tables, tau_sentence
+from tests.made_up_runs import ATTACK, RUNS, a_summary, failed_audit, run_directory, screen, slow_run
 
 Pages = Callable[..., str]
 
@@ -337,11 +175,28 @@ def test_a_failed_audit_is_called_one(html_of: Pages) -> None:
 
 @pytest.mark.parametrize(
     ("interval", "words"),
-    [([1.1, 1.3], "1.20x [1.10, 1.30]."), ([0.9, 1.3], "cannot tell"), ([0.7, 0.9], "WORSE")],
+    [
+        ([1.1, 1.3], "1.20x [1.10, 1.30]."),
+        ([0.9, 1.3], "cannot tell"),
+        ([0.7, 0.9], "WORSE"),
+        (None, "n=1: these prompts cannot tell"),
+    ],
 )
-def test_a_gain_is_claimed_only_where_the_interval_shows_one(interval: list[float], words: str) -> None:
+def test_a_gain_is_claimed_only_where_the_interval_shows_one(interval: list[float] | None, words: str) -> None:
     value = a_summary() | {"gain": {"ratio": 1.2, "interval": interval}}
     assert words in tau_sentence(check_summary(value, where="x"))
+
+
+def test_a_set_of_one_response_has_no_interval() -> None:
+    # were it drawn as a point, it would look certain; `plot` and the filters must take a null
+    value = a_summary()
+    for one in value["stages"]:
+        one["sets"]["code"]["interval"] = None
+    summary = check_summary(value, where="x")
+    assert screen(summary_tables(summary)).count("n=1") == len(value["stages"])
+    assert set_chart(summary)
+    value["stages"][0]["interval"] = None
+    assert "<td>n=1</td>" in render(check_summary(value, where="x"), Metrics(), None)
 
 
 def test_branches_begin_where_their_start_was_chosen() -> None:
@@ -377,109 +232,3 @@ def test_metrics_keep_the_later_of_two_and_count_what_is_broken(tmp_path: Path) 
     path.write_text(path.read_text() + '\n{"kind": "train", "stage": "sft", "step": 3, "loss": NaN}')
     write_summary(tmp_path, a_summary())
     assert "3 line(s) of metrics.jsonl" in write_report(tmp_path).read_text()
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_tables_fit_80_columns_and_a_pipe(run: str) -> None:
-    summary = check_summary(RUNS[run](), where="x")
-    text = screen(summary_tables(summary))
-    assert "\x1b" not in text
-    assert max(map(len, text.splitlines())) <= 80
-    assert "…" not in text
-    for part in summary.stages:
-        assert f"{part.tau_pooled:.2f}" in text
-        assert f"[{part.interval[0]:.2f}, {part.interval[1]:.2f}]" in text
-
-
-def test_tables_hold_the_figures() -> None:
-    text = screen(summary_tables(check_summary(a_summary(), where="x")))
-    for words in ("draft-opd *", "+115 %", "+80 %", "358k", "3 min 04 s", "1.52x faster", "0.71x SLOWER", "tau 1.58"):
-        assert words in text, words
-    assert "3990 (48 %)" in text
-    row = next(line for line in text.splitlines() if re.match(r"untrained +\d+ +\d+ +\d+ +\d+ +\d+ +\d+ +\d+ *$", line))
-    assert row.split()[1:3] == ["52", "27"]
-
-
-def test_evaluation_table() -> None:
-    responses = [Response(str(i), name, (3, 1, 4), (2, 0, 3), 3) for i in range(4) for name in ("math", "[red]")]
-    found = acceptance([*responses, Response("e", "math", (1,), (1,), 3)], resamples=50)
-    text = screen(evaluation_table(found, name="drafts/one"))
-    assert max(map(len, text.splitlines())) <= 80
-    assert "[red]" in text
-    assert "drafts/one" in text
-    assert re.search(r"all +2\.60 .*9 +25", text)
-    one = acceptance([Response("e", "math", (1,), (1,), 3)], resamples=5)
-    text = screen(evaluation_table(one))
-    assert "all" not in text.split()
-    assert re.search(r"accepted +100 +- +-", text)
-
-
-def test_a_stage_takes_its_fields_from_acceptance() -> None:
-    found = acceptance([Response("a", "math", (3, 1), (2, 1), 3)], resamples=5)
-    value = a_summary()
-    value["stages"][3] |= acceptance_fields(found)
-    summary = check_summary(value, where="x")
-    assert summary.best.tau_pooled == 2.0
-    assert summary.best.steps == 400  # optimiser steps, not verify steps
-    assert summary.best.per_position == [1.0, 1.0, 0.0]
-
-
-def test_read_returns_what_was_written(tmp_path: Path) -> None:
-    value = a_summary() | {"note": "kept"}
-    write_summary(tmp_path, value)
-    assert json.loads((tmp_path / "summary.json").read_text()) == json.loads(json.dumps(value))
-    assert read_summary(tmp_path) == check_summary(value, where="x")
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda v: v.pop("stages"), "stages: Field required"),
-        (lambda v: v["stages"][0].pop("tau_mean"), "stages.0.tau_mean"),
-        (lambda v: v.update(schema=2), "schema 2 is not 1"),
-        (lambda v: v.update(delivered="sft"), "delivered is 'sft'"),
-        (lambda v: v["stages"][1].update(name="untrained"), "same name"),
-        (lambda v: v["stages"][2].update(start="draft-opd"), "no earlier stage"),
-        (lambda v: v["audit"]["arms"][0].update(equal=False), "not equal"),
-        (lambda v: v["audit"].update(equal=False), "not equal"),
-        (lambda v: v.update(lossless=None), "lossless is null"),
-        (lambda v: v["stages"][0].update(tau_pooled=float("nan")), "stages.0.tau_pooled"),
-    ],
-)
-def test_a_bad_summary_is_refused_whole(tmp_path: Path, change: Any, words: str) -> None:
-    value = copy.deepcopy(a_summary())
-    change(value)
-    with pytest.raises(InputError, match=re.escape(words)):
-        write_summary(tmp_path, value)
-    assert not list(tmp_path.iterdir())
-    (tmp_path / "summary.json").write_text(json.dumps(value))
-    with pytest.raises(InputError, match=re.escape(words)):
-        write_report(tmp_path)
-    assert not (tmp_path / "report.html").exists()
-
-
-def test_nan_outside_the_known_keys_is_refused_too(tmp_path: Path) -> None:
-    with pytest.raises(DraftloopError, match="not JSON"):
-        write_summary(tmp_path, a_summary() | {"note": float("nan")})
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("text", "words"), [(None, "no summary"), ("{", "not JSON"), ("[]", "not a JSON object")])
-def test_a_missing_or_broken_file_is_a_clear_error(tmp_path: Path, text: str | None, words: str) -> None:
-    if text is not None:
-        (tmp_path / "summary.json").write_text(text)
-    with pytest.raises(InputError, match=words):
-        write_report(tmp_path)
-
-
-def test_small_words() -> None:
-    assert [duration(x) for x in (0.0, 9.96, 59.6, 61, 3599.7, 7500)] == [
-        "0.0 s",
-        "10.0 s",
-        "1 min 00 s",
-        "1 min 01 s",
-        "1 h 00 min",
-        "2 h 05 min",
-    ]
-    assert [short(x) for x in (9999, 358_400, 7_345_920)] == ["9999", "358k", "7.35M"]
-    assert [percent_change(x, 2.0) for x in (2.4, 2.1, 1.9)] == ["+20 %", "+5.0 %", "-5.0 %"]

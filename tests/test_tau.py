@@ -6,12 +6,15 @@ import json
 import math
 import random
 from fractions import Fraction
+from io import StringIO
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console, RenderableType
 
 from draftloop.core.errors import DraftloopError, InputError
+from draftloop.evaluate.table import evaluation_table, gain_sentence
 from draftloop.evaluate.tau import Acceptance, Paired, Response, acceptance, paired
 
 
@@ -165,6 +168,25 @@ def test_the_length_limit_does_not_bias_acceptance_by_position() -> None:
 def test_one_response_has_its_point_as_interval() -> None:
     got = acceptance([response((4, 3), (1, 0))])
     assert got.interval == got.interval_mean == (2.5, 2.5)
+
+
+def test_of_one_response_no_interval_is_shown() -> None:
+    # a point would be read as certain: without `shown` in the two to_json, the first three lines fail
+    one = acceptance([response((4, 3), (1, 0), id="a"), response((2, 1), id="b", set="other")])
+    assert {name: part["interval"] for name, part in one.to_json()["sets"].items()} == {"other": None, "s": None}
+    assert paired([response((2, 1))], [response((4, 3))]).to_json()["difference_interval"] is None
+    assert acceptance([response((2, 1))]).to_json()["interval_mean"] is None
+    assert one.to_json()["interval"] == list(one.interval)  # two responses have one
+    assert Acceptance.from_json(one.to_json()) == one
+    assert "n=1" in rendered(evaluation_table(one))
+    sentence = gain_sentence(paired([response((2, 1))], [response((4, 3))]), "b", "a")
+    assert sentence == "b against a: tau +2.000, 2.000x, on one response: that cannot tell the two apart."
+
+
+def rendered(table: RenderableType) -> str:
+    console = Console(width=80, file=StringIO())
+    console.print(table)
+    return console.file.getvalue()
 
 
 def test_the_interval_covers_and_resamples_responses_not_steps() -> None:

@@ -212,7 +212,7 @@ def test_cost_sheet():
     sheet = cost_sheet(
         [
             Cost("answers", tokens=3_830_000, disk_bytes=2**20, memory_bytes=3 * 2**30, seconds=61),
-            Cost("sft", steps=3000, tokens=200_000, disk_bytes=2**30, memory_bytes=2**30, seconds=7500),
+            Cost("sft", steps=3000, tokens=200_000, disk_bytes=2**30, memory_bytes=2**30, seconds=7500, bound=True),
             Cost("opd", steps=1000),
         ]
     )
@@ -221,11 +221,15 @@ def test_cost_sheet():
     assert words == [
         ["what it will cost", "steps", "tokens", "disk", "memory", "time"],
         ["answers", "-", "3.8 M", "1.0 MiB", "3.0 GiB", "1 min 1 s"],
-        ["sft", "3000", "200.0 k", "1.0 GiB", "1.0 GiB", "2 h 5 min"],
+        ["sft", "3000", "200.0 k", "1.0 GiB", "1.0 GiB", "at most 2 h 5 min"],
         ["opd", "1000", "-", "-", "-", "not measured yet"],
-        ["in all", "4000", "4.0 M", "1.0 GiB", "3.0 GiB", "at least 2 h 6 min"],
+        ["in all", "4000", "4.0 M", "1.0 GiB", "3.0 GiB", "at most 2 h 6 min + unmeasured"],
     ]
     assert len(cost_sheet([Cost("sft", steps=1)]).splitlines()) == 2
+    assert cost_sheet([Cost("a", bound=True), Cost("b", seconds=61)]).endswith(
+        "  1 min 1 s + unmeasured"
+    )  # no bound in it
+    assert cost_sheet([Cost("a", bound=True), Cost("b")]).splitlines()[-1].endswith("  not measured yet")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+import yaml
+
 from tests.data_toys import CHATML
 from tests.tiny import tiny_model
 
@@ -77,3 +80,11 @@ def toy_recipe(folder: Path, **changes) -> dict:
         "evaluate": {"decode_prompts": 2, "audit_prompts": 3},
     }  # fmt: skip
     return {**recipe, **changes}
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> Path:
+    """A folder with target, prompts and recipe.yaml."""
+    folder = tmp_path_factory.mktemp("toy")
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(toy_recipe(folder), sort_keys=False), encoding="utf-8")
+    return folder

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ import torch
 
 from draftloop.core.draws import key_of
 from draftloop.core.errors import InputError
+from draftloop.core.files import check_writable
 from draftloop.core.law import Sampling
 from draftloop.data.chat import answer_text, encode_prompt
 from draftloop.data.prompts import Prompt, read_prompts
@@ -37,17 +38,9 @@ from draftloop.supervise.responses import Prepared
 from draftloop.target.load import load_target
 from draftloop.target.model import Target
 from draftloop.train.adapt import adapt, adapt_recipe
+from draftloop.train.inputs import SPLITS, read_splits
 from draftloop.train.job import train
-from draftloop.train.material import (
-    SPLITS,
-    alone,
-    answer_split,
-    begin_run,
-    find_run,
-    load_recipe_target,
-    read_splits,
-    run_folder,
-)
+from draftloop.train.material import alone, answer_split, begin_run, find_run, load_recipe_target, run_folder
 
 Ask = str | Sequence[Mapping[str, Any]]
 
@@ -182,6 +175,7 @@ def prepare(recipe: Recipe, *, out: Path | None = None, quiet: bool = False) -> 
     folder = run_folder(recipe, out)
     found = find_run(recipe, folder)
     prompts = read_splits(recipe)
+    check_writable(folder)
     target = load_recipe_target(recipe.target)
     with alone(folder):
         if found is None:
@@ -336,7 +330,7 @@ def _requests(
 
 
 def _rows(kind: str, responses: Sequence[Response | Tally]) -> list[dict[str, Any]]:
-    return [{"kind": kind, **asdict(one)} for one in responses]
+    return [{"kind": kind, **one.to_json()} for one in responses]
 
 
 def _served(drafter: Any | None, target: Target) -> Any | None:

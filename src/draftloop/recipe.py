@@ -17,6 +17,7 @@ from draftloop.recipe_families import why_strange
 from draftloop.recipe_methods import METHODS, merged
 from draftloop.recipe_parts import Part as Part
 from draftloop.recipe_parts import ResponsePart as ResponsePart
+from draftloop.recipe_parts import StopPart as StopPart
 from draftloop.recipe_parts import TargetPart as TargetPart
 from draftloop.recipe_parts import no_overflow
 
@@ -239,18 +240,6 @@ class OptimiserPart(Part):
     warmup: float = Field(0.04, ge=0, lt=1, description="share of the steps with rising learning rate")
     decay_share: float = Field(0.3, ge=0, le=1, description="wsd: share of the steps with falling learning rate")
     final: float = Field(0.0, ge=0, le=1, description="cosine, wsd: where the learning rate ends, as a share of lr")
-
-
-class StopPart(Part):
-    """When a stage ends before its last step."""
-
-    patience: int | None = Field(
-        None,
-        ge=1,
-        description="end after so many validation walks in a row without a better tau; the drafter that the stage "
-        "begins with is walked first and counts. null = never",
-    )
-    rise: float = Field(0.0, ge=0, description="how much higher tau must be, in tokens, to count as better")
 
 
 class StagePart(Part):

@@ -1,4 +1,4 @@
-"""What sections of the recipe are made of, and those that say who verifies and how it answers."""
+"""What sections of the recipe are made of, and those that say who verifies, how it answers and when a stage ends."""
 
 from __future__ import annotations
 
@@ -68,7 +68,25 @@ class ResponsePart(Part):
         return self
 
     @model_validator(mode="after")
+    def _check_filters(self) -> ResponsePart:
+        if self.temperature == 0 and (self.top_k or self.top_p < 1):
+            raise ValueError("top_k and top_p have no effect at temperature 0; raise it, or leave them out")
+        return self
+
+    @model_validator(mode="after")
     def _check_samples(self) -> ResponsePart:
         if self.samples > 1 and self.temperature == 0:
             raise ValueError("several samples at temperature 0 are one and the same answer; raise the temperature")
         return self
+
+
+class StopPart(Part):
+    """When a stage ends before its last step."""
+
+    patience: int | None = Field(
+        None,
+        ge=1,
+        description="end after so many validation walks in a row without a better tau; the drafter that the stage "
+        "begins with is walked first and counts. null = never",
+    )
+    rise: float = Field(0.0, ge=0, description="how much higher tau must be, in tokens, to count as better")

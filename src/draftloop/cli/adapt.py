@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
-from draftloop.cli.app import AsJson, Out, Overrides, Trust, app, drafter_folder, say
-from draftloop.cli.export import exported
+from draftloop.cli.app import AsJson, Out, Overrides, Trust, app, drafter_folder, places, say
+from draftloop.cli.export import exported, print_commands
 from draftloop.core.errors import InputError
 from draftloop.formats.bundled_drafter import NAME
 
@@ -77,7 +76,7 @@ def adapt(
         overrides=overrides or [],
     )
     if dry_run:
-        plan = room.adapt_plan(recipe, out=out, say=say(as_json))
+        plan = room.adapt_plan(recipe, out=out, fresh=fresh, say=say(as_json))
         if as_json:
             print(json.dumps(plan, indent=2))
         return
@@ -105,7 +104,6 @@ def _exports(run: Path, target: str) -> tuple[list[Any], list[str]]:
 def _tell(found: Any, made: list[Any], notes: list[str], as_json: bool) -> None:
     """What it brought, what it cost, and how the drafter is served."""
     from draftloop.evaluate.table import cost_sentence, summary_tables
-    from draftloop.formats.serving import TITLES
 
     folder = found.folder
     if as_json:
@@ -120,12 +118,9 @@ def _tell(found: Any, made: list[Any], notes: list[str], as_json: bool) -> None:
         print("What follows is of the checkpoint that came nearest, for the record.\n")
     Console().print(summary_tables(found.summary))
     print(cost_sentence(found.summary))
-    print(f"\nDrafter: {folder / 'drafter'}   report: {folder / 'report.html'}   figures: {folder / 'summary.json'}")
+    print(places(folder))
     if not made:
         return
     for one in made:
         print(f"Exported ({one.form}): {one.folder}")
-    for each, command in made[0].commands.items():
-        print(f"\n{TITLES[each]}:\n  {shlex.join(command)}")
-    for note in notes:
-        print(f"\nNote: {note}")
+    print_commands(made[0].commands, notes)

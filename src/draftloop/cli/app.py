@@ -70,6 +70,11 @@ def say(as_json: bool) -> Callable[[str], None]:
     return lambda text: print(text, file=sys.stderr if as_json else sys.stdout, flush=True)
 
 
+def places(run: Path) -> str:
+    """Where a finished run left what is looked for, in a line below an empty one."""
+    return f"\nDrafter: {run / 'drafter'}   report: {run / 'report.html'}   figures: {run / 'summary.json'}"
+
+
 def engine_target(name: str | None) -> str | None:
     """What an engine is to load a target from: the whole path of a folder, or a hub id; None stays None.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from draftloop.cli.app import drafter_folder, say
-from draftloop.cli.rows import check_new, head_of, row_writer
+from draftloop.cli.early import check_inputs
+from draftloop.cli.rows import head_of, row_writer
 from draftloop.core.errors import InputError
 
 PICTURE = "compare.png"  # beside the kept answers, where no rows are written
@@ -39,7 +39,9 @@ def compare(
     from draftloop.train.progress import reporting
 
     _check_names(names)
-    check_new(out)
+    drafting = [name for name in names if not _is_plain(name)]
+    picture = plot or (out.with_suffix(".png") if out else cache / PICTURE)
+    check_inputs(drafting, prompts, options["limit"], out=out, folders=[cache, picture.parent])
     loaded = api.load_target(target, dtype=dtype, trust_remote_code=trust_remote_code)
     loaded.engine = engine
     drafters = {name: None if _is_plain(name) else api.load_drafter(_folder(name), loaded) for name in names}
@@ -53,7 +55,7 @@ def compare(
             report=lambda title, unit: reporting(title, unit=unit, silent=as_json),
             **options,
         )
-    picture = plot_comparison(found, plot or (out.with_suffix(".png") if out else cache / PICTURE))
+    plot_comparison(found, picture)
     if as_json:
         print(json.dumps({**found.to_json(), "picture": str(picture)}, indent=2))
     else:
@@ -73,12 +75,10 @@ def _folder(name: str) -> Path:
 
 
 def _check_names(names: Sequence[str]) -> None:
-    """What can be said before a model is loaded: one named twice, in one way or in two, or one that is not there."""
+    """Refuse one named twice, in one way or in two, before a model is loaded."""
     seen: dict[Path | str, str] = {}
     for name in names:
         folder = _folder(name)
-        if os.sep in name and not folder.exists():
-            raise InputError("there is no such folder", where=name, fix="Check the spelling of the path.")
         place = folder.resolve() if folder.exists() else name
         if place in seen:
             what = "it is named twice" if seen[place] == name else f"it is the same drafter as {seen[place]}"

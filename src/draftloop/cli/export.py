@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,8 +39,6 @@ def export(
 
         draftloop export runs/mine --for vllm --target Qwen/Qwen3-8B
     """
-    from draftloop.formats.serving import TITLES
-
     made, name, notes = exported(run, engine, form, out, target)
     if as_json:
         commands = {each: list(command) for each, command in made.commands.items()}
@@ -47,7 +46,14 @@ def export(
         print(json.dumps({**facts, "commands": commands, "notes": notes}, indent=2))
         return
     print(f"Exported to {made.folder} ({', '.join(made.files)}).")
-    for each, command in made.commands.items():
+    print_commands(made.commands, notes)
+
+
+def print_commands(commands: Mapping[Any, Sequence[str]], notes: Sequence[str]) -> None:
+    """Say how each engine serves it, and what is to be known."""
+    from draftloop.formats.serving import TITLES
+
+    for each, command in commands.items():
         print(f"\n{TITLES[each]}:\n  {shlex.join(command)}")
     for note in notes:
         print(f"\nNote: {note}")

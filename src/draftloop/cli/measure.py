@@ -13,7 +13,8 @@ from rich.console import Console
 
 from draftloop.cli.app import AsJson, EngineName, Files, TargetName, Trust, app, drafter_folder
 from draftloop.cli.compare import compare as side_by_side
-from draftloop.cli.rows import check_new, head_of, row_writer
+from draftloop.cli.early import check_inputs, note_idle
+from draftloop.cli.rows import head_of, row_writer
 from draftloop.core.errors import EnvironmentFault, InputError
 
 Confidence = Annotated[
@@ -24,6 +25,7 @@ Confidence = Annotated[
 
 @app.command()
 def evaluate(
+    context: typer.Context,
     drafters: Annotated[
         list[str],
         typer.Argument(help="A drafter folder, or a run directory; several with --compare or --offline."),
@@ -78,6 +80,7 @@ def evaluate(
         if confidence is not None:
             what = "in a comparison every draft is verified"
             raise InputError(what, where="--confidence", fix="Leave it out, or evaluate that drafter alone.")
+        _note_idle(context, temperature, decodes=decode_prompts > 0)
         return side_by_side(
             drafters,
             prompts,
@@ -112,7 +115,11 @@ def evaluate(
         raise InputError("the exact walk is for temperature 0", where="--temperature", fix=fix)
     if len(drafters) > 1 and not offline:
         raise InputError("several drafters are compared", where=drafters[1], fix="Add --compare (or --offline).")
-    check_new(out)
+    _note_idle(context, temperature, decodes=decode)
+    note_idle(context, "without --compare", "decode_prompts", "plot")
+    if decode:
+        note_idle(context, "with --decode, which keeps no answers", "cache")
+    check_inputs(drafters, prompts, limit, out=out, folders=[] if decode else [cache])
     loaded = api.load_target(target, dtype=dtype, trust_remote_code=trust_remote_code)
     loaded.engine = engine
     model, *others = [api.load_drafter(drafter_folder(Path(one)), loaded) for one in drafters]
@@ -169,6 +176,13 @@ def evaluate(
         )
 
 
+def _note_idle(context: typer.Context, temperature: list[float], *, decodes: bool) -> None:
+    if not any(temperature):
+        note_idle(context, "at temperature 0", "rule", "top_k", "top_p")
+    if not decodes:
+        note_idle(context, "where nothing is decoded for real", "batch_size")
+
+
 @app.command()
 def audit(
     drafter: Annotated[Path, typer.Argument(help="A drafter folder, or a run directory.")],
@@ -185,6 +199,7 @@ def audit(
     from draftloop import api
     from draftloop.data.prompts import read_prompts
 
+    check_inputs([drafter], prompts, count)
     asked = [list(p.question) for p in read_prompts(prompts, Path("."), count)]
     loaded = api.load_target(target, dtype="float32", trust_remote_code=trust_remote_code)
     loaded.engine = engine

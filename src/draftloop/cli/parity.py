@@ -10,11 +10,13 @@ import typer
 from rich.console import Console
 
 from draftloop.cli.app import AsJson, Files, TargetName, Trust, app, drafter_folder, engine_target, say
+from draftloop.cli.early import check_inputs, note_idle
 from draftloop.core.errors import InputError
 
 
 @app.command()
 def parity(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(help="Drafter folder, run directory or ngram: what the engine should serve.")],
     engine: Annotated[Literal["vllm"], typer.Option(help="The engine to compare with.")] = "vllm",
     engine_python: Annotated[
@@ -66,9 +68,19 @@ def parity(
     from draftloop.train.material import alone, command, hardware, versions
     from draftloop.train.progress import reporting
 
+    folder = drafter_folder(run)
+    served = exported or folder
+    lookup = ngram_spec(run)
+    if lookup is not None and (exported or diagnose or draft_sample_method != "greedy"):
+        what = "n-gram lookup has no checkpoint to replace or to diagnose, and never draws its drafts"
+        raise InputError(what, where=str(run), fix="Leave out --exported, --diagnose and --draft-sample-method.")
+    if lookup is None and not (served / "config.json").is_file():
+        raise InputError("there is no checkpoint", where=str(served), fix="Give the folder that the engine is to load.")
+    check_inputs([run], prompts, count, folders=[out])
+    if not any(temperature):
+        note_idle(context, "at temperature 0", "seed")
     found_engine = find_engine(engine, chosen_python(engine_python))
     loaded = load_target(target, dtype=dtype, trust_remote_code=trust_remote_code)
-    folder = drafter_folder(run)
     drafter = for_decoding(load_drafter(folder, loaded), loaded)
     asked = read_prompts(prompts, Path("."), count)
     questions = [
@@ -78,13 +90,6 @@ def parity(
         for p in asked
     ]
     setting = Setting(tuple(sorted(set(temperature))), max_new_tokens, draft_sample_method, seed)
-    served = exported or folder
-    lookup = ngram_spec(run)
-    if lookup is not None and (exported or diagnose or draft_sample_method != "greedy"):
-        what = "n-gram lookup has no checkpoint to replace or to diagnose, and never draws its drafts"
-        raise InputError(what, where=str(run), fix="Leave out --exported, --diagnose and --draft-sample-method.")
-    if lookup is None and not (served / "config.json").is_file():
-        raise InputError("there is no checkpoint", where=str(served), fix="Give the folder that the engine is to load.")
     plain = isinstance(drafter.spec, DFlashSpec)
     if diagnose and not plain:
         raise InputError("the counterfactuals are those of DFlash", where="--diagnose", fix="Leave it out.")

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from draftloop.cli.app import AsJson, Out, Overrides, app, say
+from draftloop.cli.app import AsJson, Out, Overrides, app, places, say
+from draftloop.cli.early import note_idle
 
 
 @app.command()
@@ -52,6 +53,7 @@ def quickstart(
 
 @app.command()
 def prepare(
+    context: typer.Context,
     recipe: Annotated[Path, typer.Argument(help="The recipe (YAML).")],
     overrides: Overrides = None,
     out: Out = None,
@@ -65,6 +67,8 @@ def prepare(
     from draftloop.data.show import show as shown
     from draftloop.target.load import load_tokenizer
 
+    if as_json:
+        note_idle(context, "with --json", "show")
     loaded = api.load_recipe(recipe, overrides or [])
     parts = api.prepare(loaded, out=out, quiet=as_json)
     facts = {
@@ -101,4 +105,4 @@ def _finish(folder: Path, as_json: bool) -> None:
         print((folder / "summary.json").read_text(encoding="utf-8"))
         return
     Console().print(summary_tables(read_summary(folder)))
-    print(f"\nDrafter: {folder / 'drafter'}   report: {folder / 'report.html'}   figures: {folder / 'summary.json'}")
+    print(places(folder))

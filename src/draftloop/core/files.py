@@ -67,6 +67,19 @@ def writing_fault(error: OSError, path: Path) -> EnvironmentFault:
     )
 
 
+def check_writable(folder: Path) -> None:
+    """Refuse a folder in which nothing can be written, or which cannot be made; makes nothing.
+
+    Raises:
+        EnvironmentFault: it, or what lies above it, is a file or may not be written.
+    """
+    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    if not there.is_dir():
+        raise writing_fault(NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)), there)
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise writing_fault(PermissionError(errno.EACCES, os.strerror(errno.EACCES)), there)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` in one piece (atomic)."""
     with atomic_path(path) as temporary:

@@ -47,6 +47,8 @@ def evaluation_trunks(
     """
     target.check_length(max_new_tokens + 1)
     temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
+    if sampling.greedy:
+        top_k, top_p = 0, 1.0  # which have no effect then
     data = DataPart(
         max_prompt_tokens=max(1, target.context_limit - max_new_tokens),
         template_kwargs=dict(template_kwargs or {}),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -268,7 +268,7 @@ def side_by_side(
     tallies = [next(found) if one.drafter is not None else plain_tallies(trunks) for one in entrants]
     for one, rows in zip(entrants, tallies, strict=True):
         for row in rows:
-            write({"kind": "offline", "drafter": one.name, "temperature": temperature, **asdict(row)})
+            write({"kind": "offline", "drafter": one.name, "temperature": temperature, **row.to_json()})
     plain, speeds = _speeds(target, drafting, speed.spread(trunks, decode_prompts), options, write, decoding)
     standings = tuple(
         Standing(
@@ -323,7 +323,7 @@ def _speeds(
         speeds[arm.name] = {**{name: told[name] for name in plain if name in told}, "prompts": len(requests)}
         for row in arm.responses:
             here = {"kind": "decode", "drafter": arm.name, "temperature": options.sampling.temperature}
-            write({**here, **asdict(row)})
+            write({**here, **row.to_json()})
     for name, found in {PLAIN: plain, **speeds}.items():
         write({"kind": "speed", "drafter": name, "temperature": options.sampling.temperature, **found})
     return plain, speeds

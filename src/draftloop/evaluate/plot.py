@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftloop.core.files import atomic_path
 from draftloop.evaluate.compare import ALL, PLAIN, Comparison, Contest, tail
+from draftloop.evaluate.tau import shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,8 +90,9 @@ def _bars_of_tau(axis: Axes, contest: Contest, colours: Mapping[str, str]) -> No
                 continue
             x.append(group + 0.8 * ((place + 0.5) / count - 0.5))
             heights.append(part.tau_pooled)
-            below.append(part.tau_pooled - part.interval[0])
-            above.append(part.interval[1] - part.tau_pooled)
+            low, high = shown(part.interval, part.responses) or (nan, nan)  # no whisker
+            below.append(part.tau_pooled - low)
+            above.append(high - part.tau_pooled)
         bars: dict[str, Any] = {"color": colours[one.name], "label": tail(one.name, 32)}
         bars |= {"ecolor": "#333333", "capsize": 2}
         axis.bar(x, [h - 1 for h in heights], 0.8 / count, bottom=1, yerr=(below, above), **bars)

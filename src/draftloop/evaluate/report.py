@@ -244,7 +244,8 @@ def set_chart(summary: Summary) -> str | None:
                     continue
                 y = row + 0.7 * ((index + 0.5) / len(stages) - 0.5)
                 colour = _colour(summary, stage.name)
-                axes[0].plot(part.interval, (y, y), color=colour, linewidth=1.2)
+                if part.interval is not None:
+                    axes[0].plot(part.interval, (y, y), color=colour, linewidth=1.2)
                 axes[0].plot(part.tau_pooled, y, "o", color=colour, markersize=5)
         _names(axes[0], names)
         axes[0].set_title("Tau pooled, with 95 % interval")

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, 
 
 from draftloop.core.errors import DraftloopError, InputError
 from draftloop.core.files import write_json
-from draftloop.evaluate.tau import Acceptance
+from draftloop.evaluate.tau import Acceptance, Interval
 
 SCHEMA = 1
 FILE = "summary.json"
@@ -95,11 +95,11 @@ class ValidationPoint(Part):
 
 
 class SetResult(Part):
-    """One prompt set: tau in tokens per verification, with the 95 % interval of `tau_pooled`."""
+    """One prompt set: tau in tokens per verification, with the 95 % interval of `tau_pooled` (null of one response)."""
 
     tau_pooled: float
     tau_mean: float
-    interval: tuple[float, float]
+    interval: Interval | None
 
 
 class PositionCount(Part):
@@ -137,7 +137,7 @@ class Stage(Part):
     chosen_step: int | None
     tau_pooled: float
     tau_mean: float
-    interval: tuple[float, float]
+    interval: Interval | None
     per_position: list[float | None]
     conditional: list[float | None]
     sets: dict[str, SetResult]
@@ -150,7 +150,7 @@ class Gain(Part):
     """tau_pooled of the delivered drafter over the first one, with its paired 95 % interval."""
 
     ratio: float
-    interval: tuple[float, float]
+    interval: Interval | None
 
 
 class Lookup(Part):
@@ -162,7 +162,7 @@ class Lookup(Part):
     name: str
     tau_pooled: float
     tau_mean: float
-    interval: tuple[float, float]
+    interval: Interval | None
     per_position: list[float | None]
     sets: dict[str, SetResult]
     gain: Gain

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from draftloop.evaluate.compare import ALL, PLAIN, Comparison, Contest, tail
 from draftloop.evaluate.summary import Arm, BlockSplit, Decoding, Summary
-from draftloop.evaluate.tau import Acceptance, Paired
+from draftloop.evaluate.tau import Acceptance, Interval, Paired, shown
 
 _POSITIONS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)  # shown of a block too long for 80 columns
 
@@ -32,31 +32,34 @@ def evaluation_table(acceptance: Acceptance, *, name: str = "drafter") -> Render
     rows = {"all": acceptance, **acceptance.sets} if len(acceptance.sets) != 1 else acceptance.sets
     for title, part in rows.items():
         pooled, mean = f"{part.tau_pooled:.2f}", f"{part.tau_mean:.2f}"
-        wide, narrow = interval_text(part.interval), interval_text(part.interval_mean)
-        _row(table, title, pooled, wide, mean, narrow, count(part.responses), count(part.steps))
+        of_pooled, of_mean = (interval_text(shown(one, part.responses)) for one in (part.interval, part.interval_mean))
+        _row(table, title, pooled, of_pooled, mean, of_mean, count(part.responses), count(part.steps))
     shares = {"accepted": acceptance.per_position, "given the ones before": acceptance.conditional}
     title = f"Acceptance length (tau) of {name}, tokens per verification"
     return Group(_section(title, table), Text(), _position_section(shares))
 
 
 def saving_sentence(acceptance: Acceptance, drafted: int) -> str:
-    """Say how many drafts confidence kept from being verified.
+    """Say how many drafts confidence kept from being verified, beside the tau that was had with the others.
 
     Args:
         acceptance: of steps that it shortened.
         drafted: K.
     """
     saved, verified = acceptance.saved(drafted), acceptance.verified
-    return f"{verified:.2f} of {drafted} drafts verified a step, {saved:.2f} fewer for each token committed."
+    text = f"tau {acceptance.tau_pooled:.2f} with {verified:.2f} of {drafted} drafts verified a step"
+    return f"{text}: {saved:.2f} fewer for each token committed."
 
 
 def gain_sentence(gain: Paired, name: str, first: str) -> str:
     """Say how a drafter differs from the first one on the same answers."""
-    low, high = gain.difference_interval
-    text = (
-        f"{name} against {first}: tau {gain.difference:+.3f} [{low:+.3f}, {high:+.3f}],"
-        f" {gain.ratio:.3f}x [{gain.interval[0]:.3f}, {gain.interval[1]:.3f}], paired over {gain.responses} responses"
-    )
+    difference, ratio = (shown(one, gain.responses) for one in (gain.difference_interval, gain.interval))
+    text = f"{name} against {first}: tau {gain.difference:+.3f}"
+    if difference is None or ratio is None:
+        return f"{text}, {gain.ratio:.3f}x, on one response: that cannot tell the two apart."
+    (low, high), (least, most) = difference, ratio
+    text += f" [{low:+.3f}, {high:+.3f}], {gain.ratio:.3f}x [{least:.3f}, {most:.3f}]"
+    text += f", paired over {gain.responses} responses"
     return f"{text}." if low > 0 or high < 0 else f"{text}: these prompts cannot tell the two apart."
 
 
@@ -93,8 +96,9 @@ def _contest_section(contest: Contest, at: str) -> RenderableType:
                 continue
             gain = one.gains.get(name)
             change = f"{gain.difference:+.2f}" if gain else ""
-            sure = "[{:+.2f}, {:+.2f}]".format(*gain.difference_interval) if gain else ""
-            cells = (f"{part.tau_pooled:.2f}", interval_text(part.interval), f"{part.tau_mean:.2f}", change, sure)
+            sure = interval_text(shown(gain.difference_interval, gain.responses), "+.2f") if gain else ""
+            wide = interval_text(shown(part.interval, part.responses))
+            cells = (f"{part.tau_pooled:.2f}", wide, f"{part.tau_mean:.2f}", change, sure)
             _row(table, title, known_as, *cells)
             title = ""
     return _section(f"Acceptance length (tau){at}, tokens per verification", table)
@@ -160,13 +164,11 @@ def tau_sentence(summary: Summary) -> str:
     text = f"Acceptance length {first.tau_pooled:.2f} -> {after} tokens per verification"
     if summary.gain is None:
         return f"{text}."
-    low, high = summary.gain.interval
     text += f", {summary.gain.ratio:.2f}x {interval_text(summary.gain.interval)}"
-    if low > 1.0:
-        return f"{text}."
-    if high < 1.0:
-        return f"{text}: training made it WORSE."
-    return f"{text}: these prompts cannot tell that from no change."
+    verdict = _above_one(summary.gain.interval)
+    if verdict is None:
+        return f"{text}: these prompts cannot tell that from no change."
+    return f"{text}." if verdict else f"{text}: training made it WORSE."
 
 
 def ngram_sentence(summary: Summary) -> str:
@@ -175,10 +177,16 @@ def ngram_sentence(summary: Summary) -> str:
     if lookup is None:
         return ""
     tau = f"{lookup.tau_pooled:.2f} {interval_text(lookup.interval)}"
-    low, high = lookup.gain.interval
-    word = "more" if low > 1.0 else "LESS" if high < 1.0 else "no clear difference"
+    word = {True: "more", False: "LESS", None: "no clear difference"}[_above_one(lookup.gain.interval)]
     ratio = f"{lookup.gain.ratio:.2f}x {interval_text(lookup.gain.interval)}"
     return f"N-gram lookup ({lookup.name}), which needs no training, has {tau}; the delivered drafter {ratio}: {word}."
+
+
+def _above_one(ratio: Interval | None) -> bool | None:
+    """Whether a ratio with this interval is above 1; None where that cannot be told."""
+    if ratio is None or ratio[0] <= 1.0 <= ratio[1]:
+        return None
+    return ratio[0] > 1.0
 
 
 def speed_sentence(summary: Summary) -> str:
@@ -295,7 +303,8 @@ def _position_section(shares: Mapping[str, Sequence[float | None]]) -> Renderabl
     for name, values in shares.items():
         cells = [values[k - 1] if k <= len(values) else None for k in shown]
         _row(table, name, *("-" if cell is None else f"{100 * cell:.0f}" for cell in cells))
-    return _section("Drafted tokens accepted, %, by position k", table)
+    note = "a step that ended before k (cut, or fewer drafts verified) counts neither way"
+    return _section("Drafted tokens accepted, %, by position k", table, note)
 
 
 def _section(title: str, table: Table, note: str = "") -> RenderableType:
@@ -318,9 +327,9 @@ def _row(table: Table, *cells: str, bold: bool = False) -> None:
     table.add_row(*map(Text, cells), style="bold" if bold else None)
 
 
-def interval_text(interval: tuple[float, float]) -> str:
-    """`[1.98, 2.31]`."""
-    return f"[{interval[0]:.2f}, {interval[1]:.2f}]"
+def interval_text(interval: Interval | None, form: str = ".2f") -> str:
+    """`[1.98, 2.31]`; of a single response, which has none, `n=1`."""
+    return "n=1" if interval is None else f"[{interval[0]:{form}}, {interval[1]:{form}}]"
 
 
 def percent_change(after: float, before: float) -> str:

@@ -18,6 +18,12 @@ from draftloop.core.errors import DraftloopError, InputError
 
 Interval = tuple[float, float]
 
+
+def shown(interval: Interval, responses: int) -> Interval | None:
+    """An interval as tables and JSON have it: none of a single response, which resampling cannot vary."""
+    return interval if responses > 1 else None
+
+
 _LEVELS = (0.025, 0.975)
 _CHUNK = 1 << 22  # resampled indices held at a time (32 MiB)
 
@@ -110,6 +116,10 @@ class Tally:
     refusals: tuple[float, ...]
     verified: float
 
+    def to_json(self) -> dict[str, Any]:
+        """Its fields as a raw row has them."""
+        return asdict(self)
+
 
 @dataclass(frozen=True)
 class Acceptance:
@@ -118,8 +128,8 @@ class Acceptance:
     Attributes:
         tau_pooled: tokens committed / verify steps, over all steps.
         tau_mean: mean over responses of (tokens committed / verify steps).
-        interval: 95 % interval of `tau_pooled`, percentile bootstrap over responses. One response cannot be
-            resampled: its interval is the point, so read `responses` beside it.
+        interval: 95 % interval of `tau_pooled`, percentile bootstrap over responses. Of one response it is the point,
+            which says nothing: `shown` leaves it out.
         interval_mean: the same of `tau_mean`.
         steps: verify steps; where they are expected, not counted, the nearest whole number.
         responses: responses with at least one verify step; the others are left out.
@@ -150,12 +160,12 @@ class Acceptance:
         return None if self.verified is None else (drafted - self.verified) / self.tau_pooled
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; None stays null, and there is no NaN."""
+        """Plain JSON values; None stays null (as the intervals of one response are), and there is no NaN."""
         return {
             "tau_pooled": self.tau_pooled,
             "tau_mean": self.tau_mean,
-            "interval": list(self.interval),
-            "interval_mean": list(self.interval_mean),
+            "interval": _listed(self.interval, self.responses),
+            "interval_mean": _listed(self.interval_mean, self.responses),
             "steps": self.steps,
             "responses": self.responses,
             "per_position": list(self.per_position),
@@ -175,8 +185,8 @@ class Acceptance:
             return cls(
                 tau_pooled=float(value["tau_pooled"]),
                 tau_mean=float(value["tau_mean"]),
-                interval=_interval(value["interval"]),
-                interval_mean=_interval(value["interval_mean"]),
+                interval=_interval(value["interval"], value["tau_pooled"]),
+                interval_mean=_interval(value["interval_mean"], value["tau_mean"]),
                 steps=int(value["steps"]),
                 responses=int(value["responses"]),
                 per_position=_shares(value["per_position"]),
@@ -196,7 +206,7 @@ class Paired:
 
     Attributes:
         ratio: tau_pooled of b / tau_pooled of a.
-        interval: its 95 % interval, paired percentile bootstrap over prompts.
+        interval: its 95 % interval, paired percentile bootstrap over prompts; of one pair the point (see `shown`).
         difference: tau_pooled of b - tau_pooled of a, in tokens per verification.
         difference_interval: its 95 % interval, from the same resamples.
         responses: pairs compared.
@@ -214,9 +224,9 @@ class Paired:
         """Plain JSON values, for `gain` in summary.json."""
         return {
             "ratio": self.ratio,
-            "interval": list(self.interval),
+            "interval": _listed(self.interval, self.responses),
             "difference": self.difference,
-            "difference_interval": list(self.difference_interval),
+            "difference_interval": _listed(self.difference_interval, self.responses),
             "responses": self.responses,
             "left_out": self.left_out,
         }
@@ -371,8 +381,12 @@ def _by_key(responses: Sequence[Response | Tally]) -> dict[tuple[str, str], Tall
     return out
 
 
-def _interval(value: Sequence[float]) -> Interval:
-    low, high = value
+def _listed(interval: Interval, responses: int) -> list[float] | None:
+    return list(interval) if shown(interval, responses) else None
+
+
+def _interval(value: Sequence[float] | None, point: float) -> Interval:
+    low, high = (point, point) if value is None else value
     return float(low), float(high)
 
 

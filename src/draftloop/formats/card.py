@@ -112,7 +112,6 @@ def _training(history: History | None) -> list[str]:
         return [*lines, "Not known: it was exported without its run.", ""]
     lines += ["| Stage | Method | Objective | Steps | Supervised positions |", "|---|---|---|---|---|"]
     lines += [f"| {s.name} | {s.method} | {s.objective} | {s.steps} | {s.labels:,} |" for s in history.stages]
-    low, high = history.interval
     lines += [
         "",
         f"Delivered: {history.delivered}. Trained on {history.hardware}, by:",
@@ -122,14 +121,18 @@ def _training(history: History | None) -> list[str]:
         "```",
         "",
         f"tau, tokens committed per verification by the target, greedy, on held-out prompts: {history.tau:.2f}"
-        f" (95 % interval {low:.2f} to {high:.2f}).",
+        f" ({_interval(history.interval, '95 % interval ')}).",
         "",
     ]
     if history.sets:
         lines += ["| Test set | tau | 95 % interval |", "|---|---|---|"]
-        lines += [f"| {name} | {tau:.2f} | {a:.2f} to {b:.2f} |" for name, (tau, a, b) in history.sets.items()]
+        lines += [f"| {name} | {tau:.2f} | {_interval(interval)} |" for name, (tau, interval) in history.sets.items()]
         lines += [""]
     return lines
+
+
+def _interval(found: tuple[float, float] | None, named: str = "") -> str:
+    return "one response" if found is None else f"{named}{found[0]:.2f} to {found[1]:.2f}"
 
 
 def _mask(spec: DrafterSpec) -> list[str]:

@@ -37,8 +37,8 @@ class History:
         stages: those that were trained, in order.
         delivered: name of the stage whose drafter was delivered.
         objective: what that stage minimised; "" for an untrained drafter.
-        tau: tokens committed per target verification on the test prompts, with its 95 % interval.
-        sets: the same by test set, as (tau, low, high).
+        tau: tokens committed per target verification on the test prompts, with its 95 % interval (None of one).
+        sets: the same by test set, as (tau, interval).
     """
 
     command: str
@@ -48,8 +48,8 @@ class History:
     delivered: str
     objective: str
     tau: float
-    interval: tuple[float, float]
-    sets: dict[str, tuple[float, float, float]]
+    interval: tuple[float, float] | None
+    sets: dict[str, tuple[float, tuple[float, float] | None]]
 
 
 def objective_of(folder: Path) -> str:
@@ -95,9 +95,11 @@ def _history(summary: dict[str, Any]) -> History:
         delivered=str(last["name"]),
         objective=str(last["cells"]["objective"]) if last["cells"] is not None else "",
         tau=float(last["tau_pooled"]),
-        interval=(float(last["interval"][0]), float(last["interval"][1])),
-        sets={
-            str(name): (float(part["tau_pooled"]), float(part["interval"][0]), float(part["interval"][1]))
-            for name, part in last["sets"].items()
-        },
+        interval=_interval(last),
+        sets={str(name): (float(part["tau_pooled"]), _interval(part)) for name, part in last["sets"].items()},
     )
+
+
+def _interval(part: dict[str, Any]) -> tuple[float, float] | None:
+    found = part["interval"]
+    return None if found is None else (float(found[0]), float(found[1]))

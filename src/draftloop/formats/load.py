@@ -113,20 +113,7 @@ def load_drafter(
     if (lookup := ngram_spec(path)) is not None:
         return ngram_drafter(lookup, target)
     folder = mtp.native_folder(target) if str(path) == mtp.NATIVE and target is not None else named_folder(path)
-    if (folder / _RUN).is_file() and not (folder / CONFIG).exists():
-        raise InputError(
-            "this run has delivered no drafter yet",
-            where=str(folder),
-            fix=f"`draftloop train RECIPE --out {shlex.quote(str(folder))}` makes one, with the recipe of the run.",
-        )
-    try:
-        check_folder(folder)
-    except OSError as error:
-        raise InputError(
-            f"it cannot be read ({error.strerror})", where=str(folder), fix="Check its permissions."
-        ) from error
-    config = zlab_config.read_config(folder / CONFIG)
-    reader = reader_for(config, folder / CONFIG)
+    config, reader = _looked_at(folder)
     spec = reader.spec_of(config, folder / CONFIG, num_target_layers=None if target is None else target.num_layers)
     if target is not None:
         check_fits(spec, target, str(folder))
@@ -156,6 +143,37 @@ def load_drafter(
             stacklevel=2,
         )
     return drafter.to(target.device).bind(target.embed, target.readout)
+
+
+def check_drafter(path: str | os.PathLike[str]) -> None:
+    """Refuse what `load_drafter` would refuse at the first look, before a target is loaded for it.
+
+    Args:
+        path: as for `load_drafter`; a target's own head is taken on trust.
+
+    Raises:
+        InputError: no checkpoint folder, or one of a form that is not read.
+    """
+    if ngram_spec(path) is None and str(path) != mtp.NATIVE:
+        _looked_at(named_folder(path))
+
+
+def _looked_at(folder: Path) -> tuple[dict[str, Any], Reader]:
+    """The config.json of a whole checkpoint folder, and who reads it; weights are not read."""
+    if (folder / _RUN).is_file() and not (folder / CONFIG).exists():
+        raise InputError(
+            "this run has delivered no drafter yet",
+            where=str(folder),
+            fix=f"`draftloop train RECIPE --out {shlex.quote(str(folder))}` makes one, with the recipe of the run.",
+        )
+    try:
+        check_folder(folder)
+    except OSError as error:
+        raise InputError(
+            f"it cannot be read ({error.strerror})", where=str(folder), fix="Check its permissions."
+        ) from error
+    config = zlab_config.read_config(folder / CONFIG)
+    return config, reader_for(config, folder / CONFIG)
 
 
 def reader_for(config: dict[str, Any], where: Path) -> Reader:

@@ -113,7 +113,9 @@ def adapt(
     return Adapted(folder, read_summary(folder))
 
 
-def adapt_plan(recipe: Recipe, *, out: Path | None = None, say: Callable[[str], None] = print) -> dict[str, Any]:
+def adapt_plan(
+    recipe: Recipe, *, out: Path | None = None, fresh: bool = False, say: Callable[[str], None] = print
+) -> dict[str, Any]:
     """Say what it would do and cost, and return that as JSON values; loads target and drafter, writes nothing."""
     (stage,) = recipe.stages
     most = human_seconds(stage.minutes * 60) if stage.minutes else f"{stage.steps} steps"
@@ -122,4 +124,4 @@ def adapt_plan(recipe: Recipe, *, out: Path | None = None, say: Callable[[str], 
         f"It would end before where tau on the validation prompts has not risen by more than {stage.stop.rise:g} in"
         f" {stage.stop.patience} of {stage.evaluations} walks."
     )
-    return dry_run(recipe, out, say)
+    return dry_run(recipe, out, say, fresh=fresh)

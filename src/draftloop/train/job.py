@@ -26,11 +26,12 @@ from draftloop.formats.mask_vector import MASK
 from draftloop.formats.zlab import save_drafter
 from draftloop.recipe import Recipe
 from draftloop.recipe_file import dump_recipe
+from draftloop.recipe_idle import idle_cells
 from draftloop.train.checkpoint import State, load
 from draftloop.train.final import conclude
 from draftloop.train.material import Material, find_run, gather, run_folder
 from draftloop.train.metrics import MetricsLog, SilentLog
-from draftloop.train.plan import eager_reason, stage_cost
+from draftloop.train.plan import eager_reason, over_budget, stage_cost
 from draftloop.train.progress import cost_sheet
 from draftloop.train.stage import StageOutcome, StageRun
 
@@ -108,6 +109,10 @@ def _run(material: Material, began: float, say: Say) -> None:
     say(_size_up(material))
     if how := _kernels(material):
         say(how)
+    drafted, lengths = material.drafter.spec.drafted, [len(trunk) for trunk in material.prepared["train"].trunks]
+    for stage in material.recipe.stages:
+        for line in [*idle_cells(stage), *over_budget(stage, drafted, lengths)]:
+            say(line)
     material.read_ahead()
     trunks = material.prepared["train"].trunks
     mean = sum(map(len, trunks)) / len(trunks)

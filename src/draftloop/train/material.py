@@ -27,11 +27,10 @@ from draftloop.core.files import fingerprint, write_json, writing_fault
 from draftloop.core.ranks import Ranks, launched
 from draftloop.core.version import VERSION
 from draftloop.data.overlap import Overlap, ngram_overlap
-from draftloop.data.prompts import Prompt, read_prompts, split
+from draftloop.data.prompts import Prompt
 from draftloop.drafter.build import meet_answers, new_drafter
 from draftloop.drafter.compiled import compile_layers
 from draftloop.drafter.families import spec_for
-from draftloop.drafter.ngram import refuse_ngram
 from draftloop.drafter.spec import made_for
 from draftloop.formats.load import load_drafter
 from draftloop.learn.update import confidence_weight
@@ -43,9 +42,8 @@ from draftloop.supervise.lesson import FeatureStore, Lesson
 from draftloop.supervise.responses import Prepared, prepare_trunks
 from draftloop.target.load import load_target
 from draftloop.target.model import Target
+from draftloop.train.inputs import SPLITS, read_inputs
 from draftloop.train.progress import Progress
-
-SPLITS = ("train", "validation", "test")
 
 
 @dataclass
@@ -237,8 +235,7 @@ def gather(recipe: Recipe, folder: Path, *, new: bool, quiet: bool = False, rank
     ranks = ranks or Ranks()
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
-    refuse_ngram(recipe.drafter.init, "be trained", "drafter.init")
-    prompts = read_splits(recipe)  # before the target: a wrong file name should not cost a model's loading
+    prompts = read_inputs(recipe, folder)
     target = load_recipe_target(recipe.target)
     drafter, before = load_recipe_drafter(recipe, target)
     if recipe.compile_drafter:
@@ -309,28 +306,6 @@ def load_recipe_drafter(recipe: Recipe, target: Target) -> tuple[Any, dict[str, 
     before = drafter.spec.made_for
     drafter.spec = replace(drafter.spec, made_for=made_for(target))
     return drafter, before
-
-
-def read_splits(recipe: Recipe) -> dict[str, list[Prompt]]:
-    """The prompts of every split; held-out ones are split off the training files where none are named.
-
-    Raises:
-        InputError: no training file, or one that cannot be read.
-    """
-    data = recipe.data
-    if not data.train:
-        raise InputError(
-            "no training prompts are named", where="data.train", fix="Set data.train to one or more prompt files."
-        )
-    base = Path(data.dir).expanduser()
-    parts = {name: read_prompts(getattr(data, name), base, data.limit) for name in SPLITS}
-    if not (parts["validation"] and parts["test"]):
-        tenth = max(1, round(0.1 * len(parts["train"])))
-        each = min(tenth, data.held_out or tenth)
-        sizes = {name: 0 if parts[name] else each for name in ("validation", "test")}
-        train, validation, test = split(parts["train"], seed=recipe.seed, **sizes)
-        parts = {"train": train, "validation": parts["validation"] or validation, "test": parts["test"] or test}
-    return parts
 
 
 def answer_split(

@@ -6,7 +6,7 @@ Knows what a stage holds in memory and puts on the disk. Trains nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,8 @@ from draftloop.decode.loop import Decoder
 from draftloop.decode.trace import Generation, Options, Request
 from draftloop.objective.fused import why_eager
 from draftloop.recipe import Recipe, StagePart
-from draftloop.train.material import (
-    SPLITS,
-    find_run,
-    load_recipe_drafter,
-    load_recipe_target,
-    read_splits,
-    run_folder,
-)
+from draftloop.train.inputs import SPLITS, read_inputs
+from draftloop.train.material import find_run, load_recipe_drafter, load_recipe_target, run_folder
 from draftloop.train.progress import Cost, cost_sheet
 
 _ROUNDS = 8  # decoded to learn what a token costs
@@ -60,7 +54,28 @@ def stage_cost(stage: StagePart, target: Any, drafter: Any, trunks: int, mean: f
         disk_bytes=weights * 5,  # a checkpoint: weights, two moments, the best ones; and the stage's result
         memory_bytes=weights * 5 + chunk * target.vocab_size * 4 * 3,
         seconds=stage.minutes * 60 if stage.minutes else None,
+        bound=stage.stop.patience is not None,  # it may end before
     )
+
+
+def over_budget(stage: StagePart, drafted: int, lengths: Sequence[int]) -> list[str]:
+    """Say that a stage's budget of target tokens will be exceeded, since every sequence keeps one anchor at least.
+
+    Args:
+        stage: its row of the recipe.
+        drafted: K.
+        lengths: of the training trunks, in tokens.
+    """
+    budget = stage.branch.target_tokens
+    if budget is None or stage.trunks != "fixed" or not {"sampled", "redraft"} & set(stage.mixture):
+        return []
+    most = sum(length + max(1, drafted - 1) for length in sorted(lengths)[-stage.batch_size :])
+    if most <= budget:
+        return []
+    return [
+        f"Stage {stage.name}: a forward may take {most} target tokens, more than branch.target_tokens ({budget}):"
+        f" {stage.batch_size} sequences have so many with an anchor each. A smaller batch_size would need fewer."
+    ]
 
 
 def eager_reason(stage: StagePart, target: Any, drafter: Any) -> str | None:
@@ -68,13 +83,16 @@ def eager_reason(stage: StagePart, target: Any, drafter: Any) -> str | None:
     return why_eager(stage.objective.kernel, [drafter.readout, target.readout], target.device)
 
 
-def dry_run(recipe: Recipe, out: Path | None, say: Callable[[str], None] = print) -> dict[str, Any]:
+def dry_run(
+    recipe: Recipe, out: Path | None, say: Callable[[str], None] = print, *, fresh: bool = False
+) -> dict[str, Any]:
     """Say what a run of this recipe would do and cost; loads its models, decodes a few tokens, writes nothing.
 
     Args:
         recipe: as for `train`.
         out: as for `train`.
         say: where sentences go.
+        fresh: as for `train`.
 
     Returns:
         the same as JSON values: folder, begun, prompts by split, costs.
@@ -83,8 +101,8 @@ def dry_run(recipe: Recipe, out: Path | None, say: Callable[[str], None] = print
         InputError: any of the recipe's inputs cannot be used, or the directory holds another run.
     """
     folder = run_folder(recipe, out)
-    found = find_run(recipe, folder)
-    prompts = read_splits(recipe)
+    found = find_run(recipe, folder, fresh=fresh)
+    prompts = read_inputs(recipe, folder)
     target = load_recipe_target(recipe.target)
     drafter, _ = load_recipe_drafter(recipe, target)
     say(f"{'A run is there, and would be gone on with' if found else 'The run would lie'} in {folder}.")
@@ -130,7 +148,7 @@ def _answers(
             requests.append(Request(tuple(ids), key_of(prompt.id)))
     mean = sum(len(request.ids) for request in requests) / max(1, len(requests))
     seconds = rounds * _round(target, requests, response.batch_size) if response.server is None else None
-    return Cost("answer the prompts", tokens=tokens, seconds=seconds), mean + longest["train"]
+    return Cost("answer the prompts", tokens=tokens, seconds=seconds, bound=True), mean + longest["train"]
 
 
 def _round(target: Any, requests: list[Request], batch: int) -> float:

@@ -132,6 +132,7 @@ class Cost:
         disk_bytes: bytes that stay on the disk.
         memory_bytes: largest memory of the device at a time.
         seconds: time, or None where it was not measured yet.
+        bound: tokens and time are the most that they can be.
     """
 
     name: str
@@ -140,14 +141,15 @@ class Cost:
     disk_bytes: int = 0
     memory_bytes: int = 0
     seconds: float | None = None
+    bound: bool = False
 
 
 def cost_sheet(costs: Sequence[Cost]) -> str:
     """Lay out what a run will cost: a row a piece and, for several, a last one in all (memory: the largest).
 
-    A total time says "at least" while a piece's is unknown.
+    A time says "at most" where it is, or sums up, a bound, and a total "+ unmeasured" while a piece's is unknown.
     """
-    rows = [_row(cost, "" if cost.seconds is not None else "not measured yet") for cost in costs]
+    rows = [_row(cost) for cost in costs]
     if len(costs) > 1:
         known = [cost.seconds for cost in costs if cost.seconds is not None]
         total = Cost(
@@ -157,8 +159,9 @@ def cost_sheet(costs: Sequence[Cost]) -> str:
             sum(cost.disk_bytes for cost in costs),
             max(cost.memory_bytes for cost in costs),
             sum(known) if known else None,
+            any(cost.bound and cost.seconds is not None for cost in costs),
         )
-        rows.append(_row(total, "not measured yet" if not known else "at least " if len(known) < len(costs) else ""))
+        rows.append(_row(total, " + unmeasured" if len(known) < len(costs) else ""))
     table = [["what it will cost", "steps", "tokens", "disk", "memory", "time"], *rows]
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     aligned = [[word.rjust(width) for word, width in zip(row, widths, strict=True)] for row in table]
@@ -166,15 +169,17 @@ def cost_sheet(costs: Sequence[Cost]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _row(cost: Cost, remark: str) -> list[str]:
-    duration = human_seconds(cost.seconds) if cost.seconds is not None else ""
+def _row(cost: Cost, missing: str = "") -> list[str]:
+    told = "not measured yet"
+    if cost.seconds is not None:
+        told = ("at most " if cost.bound else "") + human_seconds(cost.seconds) + missing
     return [
         cost.name,
         str(cost.steps) if cost.steps else "-",
         human_count(cost.tokens) if cost.tokens else "-",
         human_bytes(cost.disk_bytes) if cost.disk_bytes else "-",
         human_bytes(cost.memory_bytes) if cost.memory_bytes else "-",
-        remark + duration,
+        told,
     ]
 
 
