@@ -6,6 +6,7 @@ run that was killed and taken up again goes the very same way.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,9 @@ from draftloop.train.metrics import MetricsLog
 from draftloop.train.optimiser import DrafterOptimiser
 from draftloop.train.progress import Progress
 from draftloop.train.schedule import learning_rate_factor
+
+_WARM_UPS = 3
+_MEASURED = 0.03  # of a stage's minutes may go into learning what a step costs
 
 
 @dataclass
@@ -163,10 +167,7 @@ class StageRun:
         began = time.perf_counter()
         rolled = self._refresh()
         rollout = time.perf_counter() - began if rolled else 0.0
-        for step in range(3):  # warm-up: the first forwards allocate, and compile on a GPU
-            self._gradient(step)
-        costs = [_seconds(partial(self._gradient, step)) for step in range(3, 8)]
-        each = sorted(costs)[len(costs) // 2]
+        each = self._step_seconds(_MEASURED * minutes * 60)
         look = min(_seconds(self._walk) for _ in range(2))
         for parameter in self.drafter.parameters():
             parameter.grad = None
@@ -181,6 +182,16 @@ class StageRun:
             # half the time goes into steps, whatever a rollout costs: a stage of rollouts alone would teach nothing
             steps = max(within, int(budget / 2 / each))
         return self.ranks.once(lambda: max(self.part.evaluations, steps))  # the first one's, for clocks differ
+
+    def _step_seconds(self, budget: float) -> float:
+        """The usual cost of a step. The first ones allocate and compile: the later half of those that were timed counts."""
+        for step in range(_WARM_UPS):
+            self._gradient(step)
+        costs: list[float] = []
+        began = time.perf_counter()
+        while len(costs) < 5 or self.ranks.once(lambda: len(costs) < 60 and time.perf_counter() - began < budget):
+            costs.append(_seconds(partial(self._gradient, _WARM_UPS + len(costs))))
+        return statistics.median(costs[len(costs) // 2 :])
 
     def _update(self, steps: int) -> tuple[Learnt, float, float]:
         learnt = self._gradient(self.step)
