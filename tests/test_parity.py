@@ -349,7 +349,7 @@ def test_vllm_with_its_cpu_faults_mended_serves_the_bundled_drafter(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert found["passed"], found["sentence"]
-    assert found["engine"]["versions"]["vllm plugin vllm_cpu_mends"] == "1"
+    assert found["engine"]["versions"]["vllm plugin vllm_cpu_mends"] == "2"
     assert found["temperatures"]["0"]["tau_engine"] > 1.3
     assert abs(found["temperatures"]["1"]["law"]["z"]) < 4
 

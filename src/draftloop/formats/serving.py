@@ -155,7 +155,8 @@ def caveats(engine: Engine, spec: DrafterSpec | NgramSpec, probabilistic: bool, 
     said = _beside_target(engine, spec) if isinstance(spec, MTPSpec) else []
     if engine == "sglang" and probabilistic and not isinstance(spec, NgramSpec) and spec.family == "dflash":
         said.append(  # 0.5.23's dflash_worker_v2.py; DSpark's drafts and DFlash 2's selector are drawn there
-            "SGLang drafts DFlash's argmax at every temperature, so what training for overlap gained is paid only by vLLM."
+            "SGLang drafts DFlash's argmax at every temperature, so what training for overlap gained is paid only by"
+            " vLLM."
         )
     if engine == "vllm" and isinstance(spec, DSparkSpec) and spec.confidence:
         said.append(
