@@ -95,6 +95,18 @@ def learn(model: Any, texts: list[list[int]], steps: int, lr: float, seed: int) 
     return float(loss.detach())
 
 
+def add_head(target: Any, out: Path, seed: int) -> None:
+    """Put a random head into the target's weight file. Norms vary: of even ones a second norm would undo the first."""
+    head = new_drafter(spec_for(DrafterPart(family="mtp"), target), target, seed)
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in head.parameters():
+            if weight.dim() == 1:
+                weight.add_(0.5 * torch.randn(weight.shape, generator=draw))
+    file = out / "model.safetensors"
+    write_tensors(file, {**read_tensors(file), **tensors_of(head, torch.float32, out)[0]})
+
+
 def make(kind: str, out: Path, *, steps: int, lr: float, seed: int) -> None:
     """The folder: config.json that promises one head, weights with a random one among them, the tokenizer."""
     tokenizer = load_tokenizer("smollm2")
@@ -106,10 +118,7 @@ def make(kind: str, out: Path, *, steps: int, lr: float, seed: int) -> None:
     setattr(model.config, depth_key(model.config.model_type), 1)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    target = load_target(model, tokenizer=tokenizer)
-    head = new_drafter(spec_for(DrafterPart(family="mtp"), target), target, seed)
-    file = out / "model.safetensors"
-    write_tensors(file, {**read_tensors(file), **tensors_of(head, torch.float32, out)[0]})
+    add_head(load_target(model, tokenizer=tokenizer), out, seed)
     told = {"class": kind, "parameters": sum(p.numel() for p in model.parameters()), "steps": steps, "loss": loss}
     print(json.dumps(told))
 
