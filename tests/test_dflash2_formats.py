@@ -99,6 +99,8 @@ def test_an_export_drafts_the_same_and_says_how_it_is_served(tmp_path):
     assert "DFlash 2 drafter" in card
     assert "DFlash2DraftModel" in card
     assert "5 candidates a token, rank 6" in card
+    draws = export(drafter, tmp_path / "draws", target_name="somebody/something", probabilistic=True)
+    assert not any("argmax" in note for note in draws.notes), "SGLang's selector draws"
     again = load_drafter(made.folder, target)
     ids = torch.randint(6, target.vocab_size, (1, 12))
     place = torch.arange(12).unsqueeze(0)

@@ -10,12 +10,17 @@ import torch
 
 from draftloop.core.errors import InputError
 from draftloop.core.weights import read_tensors, write_tensors
+from draftloop.drafter.build import for_decoding
 from draftloop.drafter.dflash import DFlash
+from draftloop.drafter.mtp import computed_by
 from draftloop.engines.diagnose import diagnose, explain, greedy_texts
 from draftloop.engines.variants import FirstKeyNorm, read_as_is, variants
 from draftloop.formats.zlab import save_drafter
+from draftloop.recipe import StagePart
+from draftloop.supervise.lesson import Lesson
 from tests.fake_engine import fake_answers
-from tests.lessons import LENGTH, world
+from tests.lessons import LENGTH, greedy_trunks, prompts, train, world
+from tests.mtp_tiny import mtp_drafter, mtp_target
 from tests.test_parity import asked
 
 
@@ -166,3 +171,25 @@ def test_greedy_texts_are_the_targets_own():
     here = world("llama")
     texts = greedy_texts(here.target, [(t.id, t.set, t.prompt) for t in here.trunks], LENGTH)
     assert [text.tokens for text in texts] == [trunk.tokens for trunk in here.trunks]
+
+
+@pytest.mark.families
+def test_how_an_engine_computes_a_multi_token_prediction_head_is_named():
+    """A head that hands on its rows otherwise and leaves out an embedding: exactly that counterfactual explains it."""
+    target = mtp_target("glm4_moe")
+    trunks = greedy_trunks(target, prompts(3, 6, 4, 5, 7, 8))
+    drafter = mtp_drafter(target, block=4, loud=1.0)
+    part = StagePart(name="sft", method="sft", anchors="all")
+    train(target, drafter, [Lesson(one) for one in trunks], part, 40)
+    ours = for_decoding(drafter, target)
+    theirs = for_decoding(drafter, target)
+    theirs.spec = computed_by(drafter.spec, "vllm")
+    some = [(f"p{i}", trunk.prompt) for i, trunk in enumerate(trunks)]
+    answers = fake_answers(target, theirs, some)
+    found = explain(target, ours, answers)
+    assert found.differ > 0
+    assert found.cause.name == "rows handed on before the head's norm and the first position without its embedding"
+    assert "drafter.served_by: vllm" in found.sentence
+    right = explain(target, theirs, answers)
+    assert right.differ == 0
+    assert right.cause is None

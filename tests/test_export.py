@@ -90,7 +90,7 @@ def test_a_drafter_trained_for_overlap_is_served_by_drawing(tmp_path, objective)
     draws = objective in ("tv", "nla", "e2e_tv", "overlap")
     made = export(loose(), tmp_path / "a", history=history(objective))
     assert (json.loads(made.commands["vllm"][-1]).get("draft_sample_method") == "probabilistic") is draws
-    assert any("SGLang drafts the argmax" in note for note in made.notes) is draws
+    assert any("SGLang drafts DFlash's argmax" in note for note in made.notes) is draws
     assert not any("rejection" in word for word in made.commands["sglang"])
     flipped = export(loose(), tmp_path / "b", history=history(objective), probabilistic=not draws)
     assert ("draft_sample_method" in flipped.commands["vllm"][-1]) is not draws

@@ -69,6 +69,11 @@ def test_the_commands_name_the_method(tmp_path, target):
     assert "--speculative-algorithm DSPARK --speculative-draft-model-path" in shlex.join(made.commands["sglang"])
 
 
+def test_sglang_draws_its_drafts_so_training_for_overlap_pays(tmp_path, target):
+    made = export(tiny_dspark(target), tmp_path / "out", target_name="x/y", probabilistic=True)
+    assert not any("argmax" in note for note in made.notes)
+
+
 def as_deepspec(folder, target, **changes):
     """A folder as DeepSpec writes it: its keys at top level alone, and copies of what is the target's."""
     config = json.loads((folder / "config.json").read_text())

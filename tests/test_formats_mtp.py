@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftloop.core.errors import InputError
+from draftloop.drafter.mtp import computed_by
 from draftloop.formats import mtp
+from draftloop.formats.beside import HEAD, INDEX, target_with_head
 from draftloop.formats.export import export
 from draftloop.formats.load import load_drafter
 from draftloop.formats.zlab import save_drafter
@@ -201,6 +203,72 @@ def test_an_export_is_what_engines_read_beside_the_target(tmp_path):
     again = load_drafter(folder, target)
     assert torch.equal(again.fc.weight, drafter.fc.weight)
     assert torch.equal(load_drafter(made.folder, target).fc.weight, drafter.fc.weight)
+
+
+def test_a_head_says_how_it_is_computed_and_who_does_otherwise(tmp_path):
+    target = mtp_target("glm4_moe")
+    drafter = mtp_drafter(target)
+    made = export(drafter, tmp_path / "a", engine="both", target_name="t")
+    unlike = [note for note in made.notes if "other than the head was trained for" in note]
+    assert len(unlike) == 1
+    assert "vLLM leaves out the embedding" in unlike[0]
+    assert "before the head's norm" in unlike[0]
+    drafter.spec = computed_by(drafter.spec, "vllm")
+    made = export(drafter, tmp_path / "b", engine="vllm", target_name="t")
+    assert not any("other than" in note for note in made.notes)
+    back = load_drafter(tmp_path / "b", target)
+    assert (back.spec.feeds, back.spec.blank_first) == ("raw", True)
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "qwen3_5"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_target_with_our_head_in_it_is_that_target(kind, shards, tmp_path):
+    folder = native_folder(kind, tmp_path / "t")
+    before = load_file(folder / "model.safetensors")
+    if shards > 1:
+        names = sorted(before)
+        for i in range(shards):
+            save_file({n: before[n] for n in names[i::shards]}, folder / f"model-{i}.safetensors")
+        (folder / "model.safetensors").unlink()
+        index = {"metadata": {}, "weight_map": {n: f"model-{i % shards}.safetensors" for i, n in enumerate(names)}}
+        (folder / INDEX).write_text(json.dumps(index))
+    (folder / "tokenizer.json").write_text("{}")
+    config = json.loads((folder / "config.json").read_text())
+    key = "mtp_num_hidden_layers" if kind == "qwen3_5" else "num_nextn_predict_layers"
+    (folder / "config.json").write_text(json.dumps({**config, key: 1}))
+    target = native_target(folder)
+    drafter = load_drafter("native", target)
+    with torch.no_grad():
+        drafter.fc.weight.mul_(2)
+    made = export(drafter, tmp_path / "out", engine="vllm", target_name=str(folder), dtype=torch.float32)
+    for _ in range(2):  # made again, it is the same
+        place = target_with_head(folder, made.folder, drafter.spec, tmp_path / "both")
+    after = {name: tensor for file in place.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert after.keys() == before.keys(), "an engine that reads whole files finds each tensor once"
+    assert sum(len(load_file(file)) for file in place.glob("*.safetensors")) == len(before)
+    head = set(load_file(place / HEAD))
+    assert head == set(load_file(made.folder / "model.safetensors"))
+    assert all(torch.equal(after[name], before[name]) for name in before.keys() - head)
+    where = json.loads((place / INDEX).read_text())["weight_map"]
+    assert all(name in load_file(place / file) for name, file in where.items())
+    assert where.keys() == before.keys()
+    assert (place / "tokenizer.json").is_symlink()
+    again = native_target(place)
+    assert again.fingerprint == target.fingerprint
+    assert torch.equal(load_drafter("native", again).fc.weight, drafter.fc.weight)
+
+
+def test_a_target_without_a_head_is_linked_and_promises_one(tmp_path):
+    target = native_live("deepseek_v3")
+    target.model.save_pretrained(tmp_path / "t")
+    drafter = mtp_drafter(target)
+    made = export(drafter, tmp_path / "out", engine="vllm", target_name="t", dtype=torch.float32)
+    place = target_with_head(tmp_path / "t", made.folder, drafter.spec, tmp_path / "both")
+    assert (place / "model.safetensors").is_symlink()
+    assert json.loads((place / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(InputError, match="holds something else"):
+        target_with_head(tmp_path / "t", made.folder, drafter.spec, tmp_path / "mine")
 
 
 def test_a_class_that_no_engine_reads_a_head_of_is_not_exported(tmp_path):

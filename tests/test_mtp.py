@@ -167,6 +167,58 @@ def test_packed_is_sequential(target):
     assert gap(packed[0, 0], alone(drafter, features[0], text[0], 4, forced[0, 0])) > 1e-2
 
 
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
+def test_the_first_positions_embedding_can_be_left_out(kind):
+    """As vLLM does it: the same as an embedding that is zero for the token at position 1, and for that one alone."""
+    target = mtp_target(kind)
+    drafter = mtp_drafter(target)
+    text = texts(1, 10)
+    text[0, 1] = VOCAB - 1
+    text[0, 2:][text[0, 2:] == VOCAB - 1] = 7
+    features, anchors = features_of(target, text), torch.tensor([[1, 2, 6]])
+    forced = torch.full((1, 3, drafter.spec.drafted), 9)
+    with torch.no_grad():
+        plain = drafter.pack(features, anchors, text).forced(forced)
+        embed = drafter._embedded
+        drafter._embedded = lambda tokens: embed(tokens).masked_fill((tokens == VOCAB - 1).unsqueeze(-1), 0)
+        want = drafter.pack(features, anchors, text).forced(forced)
+        del drafter._embedded
+        drafter.spec = replace(drafter.spec, blank_first=True)
+        got = drafter.pack(features, anchors, text).forced(forced)
+        cached = torch.stack([alone(drafter, features[0], text[0], a, forced[0, 0]) for a in (1, 2, 6)])
+    assert gap(got, want) < CLOSE
+    assert gap(cached, want[0]) < CLOSE
+    assert gap(got, plain) > 1e-3
+
+
+def test_what_a_slot_hands_the_next_can_be_before_the_norm(llama):
+    """As vLLM does it for GLM: the same as a module without that norm whose rows are normed for the readout alone."""
+    drafter = mtp_drafter(llama)
+    text = texts(1, 10)
+    features, anchors, forced = features_of(llama, text), torch.tensor([[4]]), torch.full((1, 1, 4), 9)
+    with torch.no_grad():
+        plain = drafter.pack(features, anchors, text).forced(forced)
+        drafter.spec = replace(drafter.spec, feeds="raw")
+        got = drafter.pack(features, anchors, text).forced(forced)
+        norm, drafter.norm = drafter.norm, torch.nn.Identity()
+        want = norm(drafter.pack(features, anchors, text).forced(forced))
+    assert gap(got, want) < CLOSE
+    assert gap(got[:, :, :1], plain[:, :, :1]) < CLOSE
+    assert gap(got[:, :, 1:], plain[:, :, 1:]) > 1e-3
+
+
+def test_a_head_is_computed_as_the_engine_that_serves_it():
+    for kind, engine, way in (
+        ("glm4_moe", "vllm", ("raw", True)), ("deepseek_v3", "vllm", ("normed", True)),
+        ("qwen3_next", "vllm", ("normed", False)), ("glm4_moe", "sglang", ("normed", False)),
+    ):  # fmt: skip
+        spec = spec_for(DrafterPart(family="mtp", served_by=engine), mtp_target(kind))
+        assert (spec.feeds, spec.blank_first) == way
+    assert spec_for(DrafterPart(family="mtp"), mtp_target("glm4_moe")) == spec
+    with pytest.raises(ValueError, match="served_by means nothing for family eagle3"):
+        DrafterPart(family="eagle3", served_by="vllm")
+
+
 def test_drawn_is_forced_with_what_was_drawn(target):
     drafter = mtp_drafter(target)
     text = texts(1, 10)

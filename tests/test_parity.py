@@ -23,7 +23,7 @@ from draftloop.engines.parity import FILE, Book, Question, Setting, compare_with
 from draftloop.engines.serve import Engine
 from draftloop.engines.verdict import summarise
 from draftloop.engines.vllm import Ask, Job, chosen_python, environment, read_rows, run_job
-from draftloop.engines.vllm_worker import whole_rows
+from draftloop.engines.vllm_worker import speculation_of, whole_rows
 from draftloop.evaluate.walk import responses_of
 from tests.fake_engine import fake_answers
 from tests.lessons import DRAFTED, KINDS, LENGTH, prompts, world
@@ -349,9 +349,23 @@ def test_vllm_with_its_cpu_faults_mended_serves_the_bundled_drafter(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert found["passed"], found["sentence"]
-    assert found["engine"]["versions"]["vllm plugin vllm_cpu_mends"] == "1"
+    assert found["engine"]["versions"]["vllm plugin vllm_cpu_mends"] == "2"
     assert found["temperatures"]["0"]["tau_engine"] > 1.3
     assert abs(found["temperatures"]["1"]["law"]["z"]) < 4
+
+
+def test_a_head_is_served_out_of_the_targets_folder():
+    job = asdict(JOB)
+    assert speculation_of(job)["model"] == "d"
+    assert "model" not in speculation_of({**job, "method": "mtp"})
+    assert speculation_of({**job, "method": "ngram", "lookup": (2, 4)})["prompt_lookup_max"] == 4
+
+
+def test_a_kernel_that_the_engine_lacks_is_said_with_what_to_do(tmp_path):
+    engine = stand_in(tmp_path, die=True)
+    engine.python.write_text(engine.python.read_text().replace("no such drafter", "CPU GDN attention requires BF16."))
+    with pytest.raises(EnvironmentFault, match="--dtype bfloat16"):
+        run_job(engine, JOB, ASKS, tmp_path / "out")
 
 
 def test_asks_are_plain_json():

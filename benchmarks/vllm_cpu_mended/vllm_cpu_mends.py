@@ -1,8 +1,10 @@
-"""A vLLM plugin: two faults of its CPU paths, mended where the platform itself overrides kernels.
+"""A vLLM plugin: three faults of its CPU paths, mended where the platform itself overrides kernels.
 
 1. `expand_kernel` repeats a request's temperature (a float32) for each of its drafted tokens, but the CPU version
    writes into an int64 copy of the output and drops it: tokens are verified at whatever the memory held as temperature.
 2. The fused norm of a DFlash drafter's context keys takes the first layer's weight for all layers on a CPU.
+3. The rotary kernel misreads queries of shape [tokens, heads, size] and keys that are a view, as latent attention
+   (DeepSeek) hands them over: the target's own output is wrong. vLLM's plain version of the same step takes them.
 """
 
 from __future__ import annotations
@@ -28,11 +30,22 @@ def _normalize_context_k(self: Any, all_k: Any) -> Any:
     return ((all_k.float() * scale).to(all_k.dtype) * weight).contiguous()
 
 
+def _rotate(kernel: Any) -> Any:
+    """Rotary positions by the kernel where it reads its arguments rightly, else by vLLM's own plain version."""
+
+    def forward_cpu(self: Any, positions: Any, query: Any, key: Any = None) -> Any:
+        return (self.forward_native if query.dim() > 2 else kernel.__get__(self))(positions, query, key)
+
+    return forward_cpu
+
+
 def mend() -> None:
     """Called by vLLM in each of its processes before the platform registers its kernels."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding  # type: ignore[import-not-found]
     from vllm.model_executor.models import qwen3_dflash  # type: ignore[import-not-found]
     from vllm.utils import cpu_triton_utils  # type: ignore[import-not-found]
 
+    RotaryEmbedding.forward_cpu = _rotate(RotaryEmbedding.forward_cpu)
     cpu_triton_utils._expand_kernel_impl = _expand
     for model in vars(qwen3_dflash).values():
         if hasattr(model, "_normalize_context_k"):

@@ -86,6 +86,11 @@ class DrafterPart(Part):
     heads: int | None = Field(None, ge=1, description="attention heads; default: the target's")
     kv_heads: int | None = Field(None, ge=1, description="key/value heads; default: the target's")
     head_dim: int | None = Field(None, ge=2, description="default: the target's")
+    served_by: Literal["vllm", "sglang"] | None = Field(
+        None,
+        description="mtp: train and decode the head as this engine computes it: vLLM leaves the first position's "
+        "embedding out for DeepSeek and GLM-4 MoE, and hands GLM's rows on before the norm; default: as sglang",
+    )
     markov: Literal["vanilla", "gated", "rnn", "none"] | None = Field(
         None,
         description="dspark: what the token before adds to the logits; gated: as the hidden row lets it through; rnn: "

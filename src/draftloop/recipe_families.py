@@ -9,6 +9,7 @@ from typing import Any
 FAMILY_KEYS: dict[str, tuple[str, ...]] = {
     "mask_token": ("dflash", "dspark", "dflash2"),
     "draft_vocab": ("eagle3",),
+    "served_by": ("mtp",),
     # mtp is one layer of the target's own shape behind its last
     **dict.fromkeys(
         ("layers", "target_layers", "taps", "intermediate_size", "heads", "kv_heads", "head_dim"),

@@ -54,6 +54,7 @@ def parity(
     from draftloop.data.chat import encode_prompt
     from draftloop.data.prompts import read_prompts
     from draftloop.drafter.build import for_decoding
+    from draftloop.drafter.mtp import MTPSpec
     from draftloop.drafter.ngram import ngram_spec
     from draftloop.drafter.spec import DFlashSpec
     from draftloop.engines.parity import Question, Setting
@@ -64,23 +65,26 @@ def parity(
     from draftloop.engines.verdict_table import verdict_table
     from draftloop.engines.vllm import chosen_python, read_rows
     from draftloop.formats.load import load_drafter
+    from draftloop.formats.mtp import NATIVE, native_folder
+    from draftloop.formats.serving import check_served
     from draftloop.target.load import load_target
     from draftloop.train.material import alone, command, hardware, versions
     from draftloop.train.progress import reporting
 
-    folder = drafter_folder(run)
-    served = exported or folder
-    lookup = ngram_spec(run)
+    native, lookup = str(run) == NATIVE, ngram_spec(run)
     if lookup is not None and (exported or diagnose or draft_sample_method != "greedy"):
         what = "n-gram lookup has no checkpoint to replace or to diagnose, and never draws its drafts"
         raise InputError(what, where=str(run), fix="Leave out --exported, --diagnose and --draft-sample-method.")
-    if lookup is None and not (served / "config.json").is_file():
-        raise InputError("there is no checkpoint", where=str(served), fix="Give the folder that the engine is to load.")
+    named = exported or drafter_folder(run)
+    if not native and lookup is None and not (named / "config.json").is_file():
+        raise InputError("there is no checkpoint", where=str(named), fix="Give the folder that the engine is to load.")
     check_inputs([run], prompts, count, folders=[out])
     if not any(temperature):
         note_idle(context, "at temperature 0", "seed")
     found_engine = find_engine(engine, chosen_python(engine_python))
     loaded = load_target(target, dtype=dtype, trust_remote_code=trust_remote_code)
+    folder = native_folder(loaded) if native else drafter_folder(run)
+    served = exported or folder
     drafter = for_decoding(load_drafter(folder, loaded), loaded)
     asked = read_prompts(prompts, Path("."), count)
     questions = [
@@ -90,18 +94,20 @@ def parity(
         for p in asked
     ]
     setting = Setting(tuple(sorted(set(temperature))), max_new_tokens, draft_sample_method, seed)
-    plain = isinstance(drafter.spec, DFlashSpec)
-    if diagnose and not plain:
-        raise InputError("the counterfactuals are those of DFlash", where="--diagnose", fix="Leave it out.")
+    plain, beside = isinstance(drafter.spec, DFlashSpec), isinstance(drafter.spec, MTPSpec)
+    if diagnose and not (plain or beside):
+        raise InputError("the counterfactuals are those of DFlash and MTP", where="--diagnose", fix="Leave it out.")
+    check_served(engine, "", drafter.spec)
     if exported:  # what cannot be read should not cost an engine's start
         read_as_is(served, loaded) if plain else load_drafter(served, loaded)
     with alone(out):
+        served_by = _holding(loaded, served, drafter.spec, out) if beside else engine_target(target) or target
         rows = compare(
             loaded,
             drafter,
             questions,
             found_engine,
-            target_folder=engine_target(target) or target,
+            target_folder=served_by,
             served=served,
             folder=out,
             setting=setting,
@@ -120,11 +126,20 @@ def parity(
         for part in found.get("diagnosis", {}).values():
             console.print(part["sentence"], highlight=False, markup=False)
         if not (found["passed"] and found["lawful"]):
-            more = [] if diagnose or not plain else ["--diagnose looks for the cause, one fact at a time."]
+            more = [] if diagnose or not (plain or beside) else ["--diagnose looks for the cause, one fact at a time."]
             for said in (*found_engine.cautions, *more):
                 console.print(f"note: {said}", highlight=False, markup=False)
     if not (found["passed"] and found["lawful"]):
         raise typer.Exit(1)
+
+
+def _holding(target: Any, served: Path, spec: Any, out: Path) -> str:
+    """The folder that the engine loads the target from, a head in it: the target's own for its own head."""
+    from draftloop.formats.beside import target_with_head
+    from draftloop.formats.mtp import native_folder
+
+    own = native_folder(target)
+    return str(own if own.resolve() == served.resolve() else target_with_head(own, served, spec, out / "target"))
 
 
 def _diagnosis(
@@ -140,6 +155,7 @@ def _diagnosis(
 ) -> dict[str, Any]:
     """The counterfactuals, against the engine where it can be replayed and on fixed texts in any case."""
     from draftloop.core.files import write_json
+    from draftloop.drafter.mtp import MTPSpec
     from draftloop.engines.compare import recorded_answers
     from draftloop.engines.diagnose import diagnose, explain, greedy_texts
     from draftloop.engines.parity import FILE
@@ -147,14 +163,15 @@ def _diagnosis(
     from draftloop.engines.vllm import read_rows
 
     found = {}
-    some = questions[:few]
+    some, beside = questions[:few], isinstance(drafter.spec, MTPSpec)
     say(quiet)("trying counterfactuals ...")
     if setting.draft_sample_method == "greedy":
         t = setting.temperatures[0]
         answers = recorded_answers(read_rows(out / FILE), {(q.set, q.id): q.ids for q in some}, t)
-        head = read_as_is(served, target).head
+        head = None if beside else read_as_is(served, target).head
         found["engine"] = explain(target, drafter, answers, temperature=t, head=head).to_json()
-    texts = greedy_texts(target, [(q.id, q.set, q.ids) for q in questions[:many]], min(setting.max_new_tokens, 64))
-    found["checkpoint"] = diagnose(served, target, texts).to_json()
+    if not beside:  # nothing that its checkpoint says can be silently wrong
+        texts = greedy_texts(target, [(q.id, q.set, q.ids) for q in questions[:many]], min(setting.max_new_tokens, 64))
+        found["checkpoint"] = diagnose(served, target, texts).to_json()
     write_json(out / "diagnosis.json", {"kind": "diagnosis", **found})
     return found

@@ -180,7 +180,8 @@ class ChainDrafter(Borrower):
         """Initial values that are not generic."""
 
     # what follows ----------------------------------------------------------------------------------------------------
-    def _joined(self, state: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def _joined(self, state: Tensor, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """`join` of states and of tokens int64 [...], for inputs at int64 [...]: a family may treat some otherwise."""
         return self.join(state, self._embedded(tokens))
 
     def pack(self, features: Tensor, anchor: Tensor, text: Tensor) -> Draft:
@@ -197,7 +198,7 @@ class ChainDrafter(Borrower):
         taken = self.take(self._own(features))
         length = min(features.shape[1], text.shape[1])
         positions = torch.arange(-1, length - 1, device=anchor.device).expand(len(anchor), -1)
-        _, x = self._joined(F.pad(taken, (0, 0, 1, 0))[:, :length], text[:, :length])
+        _, x = self._joined(F.pad(taken, (0, 0, 1, 0))[:, :length], text[:, :length], positions)
         context = self.keys_values(x, positions)
         before = (anchor - 1).clamp(0, features.shape[1] - 1).unsqueeze(-1)
         first = taken.gather(1, before.expand(-1, -1, taken.shape[-1]))
@@ -222,7 +223,7 @@ class ChainDrafter(Borrower):
         taken = self.take(self._own(features))
         before = cache.kept((positions[:, :1] - 1).clamp(min=0))
         shifted = F.pad(taken[:, :-1], (0, 0, 1, 0)) if before is None else torch.cat([before, taken[:, :-1]], 1)
-        _, x = self._joined(shifted, tokens)
+        _, x = self._joined(shifted, tokens, positions - 1)
         cache.write(0, *self.keys_values(x, positions - 1), positions)
         cache.keep(taken, positions)
 
@@ -262,7 +263,7 @@ class ChainDrafter(Borrower):
             rows [b, N, W]; the next states [b, N, H]; keys and values [b, kv heads, N, 1, d] of this slot.
         """
         attention = self.layer.self_attn
-        stream, x = self._joined(state, tokens)
+        stream, x = self._joined(state, tokens, positions)
         key, value = (t.unsqueeze(3) for t in attention.keys_values(x, positions))
         chain = (torch.cat([own[0], key.to(own[0].dtype)], 3), torch.cat([own[1], value.to(own[1].dtype)], 3))
         found = attend_chain(attention.queries(x, positions), context, chain, anchor, seen)

@@ -10,7 +10,7 @@ readout are borrowed. Tensor names are those of Qwen3-Next's and Qwen3.5's check
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -19,11 +19,19 @@ from torch import Tensor, nn
 from draftloop.core.errors import InputError
 from draftloop.drafter.chain import ChainDrafter, FixedChainCache
 from draftloop.drafter.dflash import RMSNorm
-from draftloop.drafter.host import Host, Pair, Plan
+from draftloop.drafter.host import Host, Pair, Plan, text_part
 from draftloop.drafter.spec import DrafterSpec, shape_for
 from draftloop.recipe import DrafterPart
 
 Feeds = Literal["normed", "raw"]
+Way = tuple[Feeds, bool]
+
+# (engine, `model_type`) -> `feeds` and `blank_first`, where an engine does not compute a head as SGLang and we do by
+# default: vLLM 0.32's deepseek_mtp.py and glm4_moe_mtp.py
+WAYS: dict[tuple[str, str], Way] = {
+    ("vllm", "deepseek_v3"): ("normed", True),
+    ("vllm", "glm4_moe"): ("raw", True),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +40,26 @@ class MTPSpec(DrafterSpec):
 
     Attributes:
         target_config: the target's configuration as a dictionary (`config.to_dict()`), from which its layer is made.
-        feeds: what a slot hands the next: the output after the module's own norm (transformers, SGLang, vLLM for Qwen),
-            or before it (vLLM for DeepSeek-V3).
+        feeds: what a slot hands the next: the output after the module's own norm, or before it (vLLM for GLM-4 MoE).
+        blank_first: at position 0 the embedding of the next token is left out (vLLM for DeepSeek-V3 and GLM-4 MoE).
     """
 
     family = "mtp"
 
     target_config: dict[str, Any] = field(repr=False)
     feeds: Feeds = "normed"
+    blank_first: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The `model_type` of the target's decoder."""
+        return str(text_part(self.target_config).model_type)
+
+
+def computed_by(spec: MTPSpec, engine: str) -> MTPSpec:
+    """The same module as an engine (vllm, sglang) computes it; training and decoding here then do the same."""
+    feeds, blank = WAYS.get((engine, spec.kind), ("normed", False))
+    return replace(spec, feeds=feeds, blank_first=blank)
 
 
 def mtp_spec(part: DrafterPart, target: Any) -> MTPSpec:
@@ -47,6 +67,7 @@ def mtp_spec(part: DrafterPart, target: Any) -> MTPSpec:
     shape = shape_for(part, target, (target.num_layers - 1,))
     shape |= {"layers": 1, "target_layers": (target.num_layers,)}  # the row behind the last layer and the final norm
     spec = MTPSpec(**shape, target_config=_told(target.model))
+    spec = computed_by(spec, part.served_by) if part.served_by else spec
     _check_runs(MTP(spec).to(target.device).bind(target.embed, target.readout), target)
     return spec
 
@@ -132,6 +153,12 @@ class MTP(ChainDrafter):
         x = self.fc(torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(state)], -1))
         return x, x
 
+    def _joined(self, state: Tensor, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        embedded = self._embedded(tokens)
+        if self.spec.blank_first:
+            embedded = embedded.masked_fill((positions == 0).unsqueeze(-1), 0)
+        return self.join(state, embedded)
+
     def keys_values(self, x: Tensor, positions: Tensor) -> Pair:
         """As the layer makes them."""
         return self.host.keys_values(self.layers[0], x, positions)
@@ -148,7 +175,7 @@ class MTP(ChainDrafter):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """As `ChainDrafter.advance`, by the target's code."""
         plan = Plan(context, own, anchor, seen)
-        output = self.host.run(self.layers[0], self._joined(state, tokens)[0], positions, plan)
+        output = self.host.run(self.layers[0], self._joined(state, tokens, positions)[0], positions, plan)
         return (*self.give(output), plan.key, plan.value)
 
     def why_not_fixed(self) -> str:

@@ -175,7 +175,7 @@ def explain(
     """
     usable = [answer for answer in answers if len(answer.steps) > 1]
     engine = [engine_response(answer, drafter.spec.drafted) for answer in usable]
-    read = Read(drafter, None, drafter.causal)
+    read = Read(drafter, None, bool(getattr(drafter, "causal", False)))
     tried = [Variant("nothing changed", "", lambda: drafter), *variants(read, target)]
     if head is not None:
         tried.append(_own_head(drafter, target, Readout(head.to(target.device, target.dtype))))

@@ -19,6 +19,7 @@ from draftloop.core.law import Readout
 from draftloop.core.weights import read_tensors
 from draftloop.drafter.build import for_decoding
 from draftloop.drafter.dflash import DFlash, Turn
+from draftloop.drafter.mtp import Feeds, MTPSpec
 from draftloop.drafter.spec import DFlashSpec, check_fits, choose_mask_token
 from draftloop.formats import zlab_config
 from draftloop.formats.load import load_drafter
@@ -124,6 +125,9 @@ def variants(read: Read, target: Any) -> Iterator[Variant]:
         read: the checkpoint.
         target: a `Target`.
     """
+    if isinstance(read.drafter.spec, MTPSpec):
+        yield from _ways(read.drafter, target)
+        return
     spec: DFlashSpec = read.drafter.spec
     for by in (-1, 1):
         layers = tuple(layer + by for layer in spec.target_layers)
@@ -169,6 +173,27 @@ def variants(read: Read, target: Any) -> Iterator[Variant]:
             _with(read, target, first_norm=True),
             of_engine=True,
         )
+
+
+def _ways(drafter: Any, target: Any) -> Iterator[Variant]:
+    """The other ways in which engines compute a multi-token-prediction head: facts of theirs, not of its checkpoint."""
+    spec: MTPSpec = drafter.spec
+    rows = "before" if spec.feeds == "normed" else "after"
+    first = "with" if spec.blank_first else "without"
+    other: Feeds = "raw" if spec.feeds == "normed" else "normed"
+    handed, left = f"rows handed on {rows} the head's norm", f"the first position {first} its embedding"
+    for name, feeds, blank in (
+        (handed, other, spec.blank_first),
+        (left, spec.feeds, not spec.blank_first),
+        (f"{handed} and {left}", other, not spec.blank_first),
+    ):
+
+        def make(feeds: Feeds = feeds, blank: bool = blank) -> Any:
+            twin = for_decoding(drafter, target)
+            twin.spec = replace(spec, feeds=feeds, blank_first=blank)
+            return twin
+
+        yield Variant(name, "Train it with drafter.served_by: vllm.", make, of_engine=True)
 
 
 def _masks(spec: DFlashSpec, target: Any) -> list[int]:

@@ -24,6 +24,14 @@ WORKER = Path(__file__).with_name("vllm_worker.py")
 PYTHON = "DRAFTLOOP_VLLM_PYTHON"  # the environment variable that names the engine's interpreter
 
 _POLL_S, _STOP_S = 0.2, 10.0
+# what vLLM 0.32 says where its CPU build lacks a kernel -> what to do
+_KNOWN = {
+    "CPU GDN attention requires BF16": "vLLM's CPU build computes Gated DeltaNet in bfloat16 only: --dtype bfloat16.",
+    "Unexpected head dim size": "vLLM's CPU build takes no Gated DeltaNet heads of this size: use a GPU.",
+    "is not supported by MLA": "vLLM's CPU build takes latents of DeepSeek's own size only: kv_lora_rank 512, rope 64.",
+    "Model Runner V1 does not support": "vLLM needs Triton for this family, and its CPU build has none: use a GPU.",
+    "No module named 'torchvision'": "vLLM's Qwen3.5 needs torchvision: install the build for the engine's torch.",
+}
 # One process (a step is then a call), no look at the hub: everything is on this disk.
 _ALWAYS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 _HIDDEN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # ours would shadow the engine's packages
@@ -52,7 +60,8 @@ class Job:
 
     Attributes:
         target: folder (or hub id) of the target.
-        drafter: folder of the drafter as the engine is to read it.
+        drafter: folder of the drafter as the engine is to read it; of an MTP head, which it reads out of the target's
+            folder, where that head came from.
         num_speculative_tokens: K.
         draft_sample_method: greedy (drafts are the argmax) or probabilistic (drawn from the drafter's law).
         dtype: float32 or bfloat16.
@@ -203,4 +212,8 @@ def _last_words(log: Path) -> str:
 
 
 def _look(log: Path) -> str:
+    said = _last_words(log)
+    for words, fix in _KNOWN.items():
+        if words in said:
+            return fix
     return f"The same command goes on where it was; the engine's log is {log.name}."

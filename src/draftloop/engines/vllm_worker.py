@@ -29,18 +29,19 @@ COUNTERS = {
 }
 
 
+def speculation_of(job: dict[str, Any]) -> dict[str, Any]:
+    """VLLM's `speculative_config` for a job."""
+    said = {"method": job["method"], "num_speculative_tokens": job["num_speculative_tokens"]}
+    if job.get("lookup"):
+        return {**said, **dict(zip(("prompt_lookup_min", "prompt_lookup_max"), job["lookup"], strict=True))}
+    said["draft_sample_method"] = job["draft_sample_method"]
+    return said if job["method"] == "mtp" else {**said, "model": job["drafter"]}  # mtp: in the target's own folder
+
+
 def engine_of(job: dict[str, Any]) -> Any:
     """Start the engine that a job describes."""
     from vllm import EngineArgs, LLMEngine  # type: ignore[import-not-found]
 
-    speculation = {
-        "method": job["method"],
-        "num_speculative_tokens": job["num_speculative_tokens"],
-    }
-    if job.get("lookup"):
-        speculation |= zip(("prompt_lookup_min", "prompt_lookup_max"), job["lookup"], strict=True)
-    else:
-        speculation |= {"model": job["drafter"], "draft_sample_method": job["draft_sample_method"]}
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=job["target"],
@@ -54,7 +55,7 @@ def engine_of(job: dict[str, Any]) -> Any:
             async_scheduling=False,
             disable_log_stats=False,
             trust_remote_code=False,
-            speculative_config=speculation,
+            speculative_config=speculation_of(job),
             seed=0,
         )
     )
@@ -157,6 +158,8 @@ if __name__ == "__main__":
     try:
         main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     except Exception as error:
-        line = (str(error).strip().splitlines() or [""])[0][:300]
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+        line = next((line for line in lines if line.startswith("Value error,")), lines[0])[:300]  # pydantic's second
+        line = line.removeprefix("Value error, ").split(" [type=")[0]
         print(json.dumps({"error": f"{type(error).__name__}: {line}"}), file=sys.stderr, flush=True)
         raise

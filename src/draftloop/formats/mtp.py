@@ -63,6 +63,7 @@ def config_of(spec: MTPSpec, facts: Facts) -> dict[str, Any]:
         "block_size": spec.block_size,
         "vocab_size": spec.vocab_size,
         "feeds": spec.feeds,
+        "blank_first": spec.blank_first,
         "made_for": spec.made_for,
         "weights_sha256": facts.weights,
     }
@@ -106,6 +107,7 @@ def spec_of(config: dict[str, Any], where: Path, *, num_target_layers: int | Non
             made_for=dict(ours.get("made_for") or {}),
             target_config=told,
             feeds="raw" if ours.get("feeds") == "raw" else "normed",
+            blank_first=ours.get("blank_first") is True,
         )
     except InputError as error:
         raise InputError(error.what, where=str(where), fix=error.fix) from error
@@ -117,13 +119,8 @@ def spec_of(config: dict[str, Any], where: Path, *, num_target_layers: int | Non
         ) from error
 
 
-def kind_of(spec: MTPSpec) -> str:
-    """The `model_type` of the target's decoder."""
-    return str(text_part(spec.target_config).model_type)
-
-
 def _scheme(spec: MTPSpec) -> Scheme:
-    return scheme_of(kind_of(spec))
+    return scheme_of(spec.kind)
 
 
 def _state(spec: MTPSpec) -> dict[str, Tensor]:

@@ -33,6 +33,11 @@ _SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 BORROWED = {"embed_tokens.weight": "embed_tokens", "shared_head.head.weight": "lm_head"}  # in DeepSeek's layer
 
 
+def depth_key(model_type: str) -> str:
+    """The key of config.json that says how many heads a checkpoint of the class holds."""
+    return "mtp_num_hidden_layers" if model_type.startswith("qwen3_5") else "num_nextn_predict_layers"
+
+
 def scheme_of(model_type: str) -> Scheme:
     """How a class names its head; ours where it has none of its own."""
     return SCHEMES.get(model_type, "mtp")

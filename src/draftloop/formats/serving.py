@@ -13,11 +13,10 @@ from typing import Literal
 from draftloop.core.errors import InputError
 from draftloop.drafter.dspark import DSparkSpec
 from draftloop.drafter.eagle3 import Eagle3Spec
-from draftloop.drafter.mtp import MTPSpec
+from draftloop.drafter.mtp import MTPSpec, computed_by
 from draftloop.drafter.ngram import NgramSpec
 from draftloop.drafter.spec import DrafterSpec, has_learned_mask
-from draftloop.formats.mtp import kind_of
-from draftloop.formats.mtp_names import SCHEMES
+from draftloop.formats.mtp_names import SCHEMES, depth_key
 from draftloop.formats.writers import writer_of
 
 Engine = Literal["vllm", "sglang"]
@@ -94,9 +93,9 @@ def check_served(engine: Engine, form: Form, spec: DrafterSpec | NgramSpec) -> N
     """
     if isinstance(spec, DSparkSpec):
         _check_dspark(engine, spec)
-    if isinstance(spec, MTPSpec) and kind_of(spec) not in SCHEMES:
+    if isinstance(spec, MTPSpec) and spec.kind not in SCHEMES:
         raise InputError(
-            f"no engine reads a multi-token-prediction head beside a {kind_of(spec)}",
+            f"no engine reads a multi-token-prediction head beside a {spec.kind}",
             where="--for",
             fix=f"Engines read heads of {', '.join(SCHEMES)}; for this target train eagle3 or dflash.",
         )
@@ -154,9 +153,10 @@ def _check_dspark(engine: Engine, spec: DSparkSpec) -> None:
 def caveats(engine: Engine, spec: DrafterSpec | NgramSpec, probabilistic: bool, form: Form = "") -> list[str]:
     """What somebody who serves should know, as sentences; often none."""
     said = _beside_target(engine, spec) if isinstance(spec, MTPSpec) else []
-    if engine == "sglang" and probabilistic and not isinstance(spec, Eagle3Spec | MTPSpec):
-        said.append(
-            "SGLang drafts the argmax at every temperature, so what training for overlap gained is paid only by vLLM."
+    if engine == "sglang" and probabilistic and not isinstance(spec, NgramSpec) and spec.family == "dflash":
+        said.append(  # 0.5.23's dflash_worker_v2.py; DSpark's drafts and DFlash 2's selector are drawn there
+            "SGLang drafts DFlash's argmax at every temperature, so what training for overlap gained is paid only by"
+            " vLLM."
         )
     if engine == "vllm" and isinstance(spec, DSparkSpec) and spec.confidence:
         said.append(
@@ -178,21 +178,21 @@ def caveats(engine: Engine, spec: DrafterSpec | NgramSpec, probabilistic: bool, 
 
 def _beside_target(engine: Engine, spec: MTPSpec) -> list[str]:
     """How a head gets to where the engine looks for it."""
-    kind = kind_of(spec)
-    key = "mtp_num_hidden_layers" if kind.startswith("qwen3_5") else "num_nextn_predict_layers"
     said = [
         f"{TITLES[engine]} reads the head out of the target's folder: copy model.safetensors there as mtp.safetensors,"
         " and where that folder has a model.safetensors.index.json, let its weight_map name these tensors with"
-        f" that file. The target's config.json needs {key}: 1. Shards that hold an earlier head of these names must be"
-        " rewritten without it: engines read whole files."
+        f" that file. The target's config.json needs {depth_key(spec.kind)}: 1. Shards that hold an earlier head of"
+        " these names must be rewritten without it: engines read whole files."
     ]
-    if engine == "vllm" and SCHEMES[kind] == "nextn":
+    theirs = computed_by(spec, engine)
+    unlike = []
+    if theirs.blank_first != spec.blank_first:
+        unlike.append(f"{'leaves out' if theirs.blank_first else 'uses'} the embedding at the first position of a text")
+    if theirs.feeds != spec.feeds:
+        unlike.append(f"hands on rows {'before' if theirs.feeds == 'raw' else 'after'} the head's norm")
+    if unlike:
         said.append(
-            "vLLM leaves the embedding at the first position of a text out, which may cost a little acceptance."
-        )
-    if engine == "vllm" and kind == "glm4_moe":
-        said.append(
-            "vLLM hands on the output before the head's norm, other than here: beyond the first drafted token fewer may"
-            " be accepted."
+            f"{TITLES[engine]} {' and '.join(unlike)}, other than the head was trained for, and may accept fewer"
+            f" drafts: train it with drafter.served_by: {engine}."
         )
     return said

@@ -31,6 +31,7 @@ from draftloop.data.prompts import Prompt
 from draftloop.drafter.build import meet_answers, new_drafter
 from draftloop.drafter.compiled import compile_layers
 from draftloop.drafter.families import spec_for
+from draftloop.drafter.mtp import MTPSpec, computed_by
 from draftloop.drafter.spec import made_for
 from draftloop.formats.load import load_drafter
 from draftloop.learn.update import confidence_weight
@@ -304,6 +305,11 @@ def load_recipe_drafter(recipe: Recipe, target: Target) -> tuple[Any, dict[str, 
             fix=f"Leave out drafter.init for a new {family} drafter, or set drafter.family to {drafter.spec.family}.",
         )
     before = drafter.spec.made_for
+    if (engine := recipe.drafter.served_by) is not None:
+        if not isinstance(drafter.spec, MTPSpec):
+            what = f"served_by is for mtp, and {recipe.drafter.init} is a drafter of family {drafter.spec.family}"
+            raise InputError(what, where="drafter.served_by", fix="Leave it out.")
+        drafter.spec = computed_by(drafter.spec, engine)
     drafter.spec = replace(drafter.spec, made_for=made_for(target))
     return drafter, before
 

@@ -184,7 +184,7 @@ class StageRun:
         return self.ranks.once(lambda: max(self.part.evaluations, steps))  # the first one's, for clocks differ
 
     def _step_seconds(self, budget: float) -> float:
-        """The usual cost of a step. The first ones allocate and compile: the later half of those that were timed counts."""
+        """The usual cost of a step: of those timed the later half, for the first ones allocate and compile."""
         for step in range(_WARM_UPS):
             self._gradient(step)
         costs: list[float] = []
