@@ -1,4 +1,4 @@
-"""What the host begins in one training step, by method and phase: torch operations, and the lines that begin them.
+"""What the host begins in one training step, by family, method and phase: torch operations, and the lines behind them.
 
     python benchmarks/step_operations.py --out results/raw/step-operations.txt
 
@@ -17,6 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -41,6 +42,7 @@ from draftloop.target.load import load_target
 from draftloop.train.material import command, versions
 
 SIZES = {"lessons": 32, "anchors": 64, "chunk": 4096, "tokens": 320, "lines": 12}
+FAMILIES = ("dflash", "dflash2", "dspark", "eagle3", "mtp")
 SOURCE = str(Path(__file__).resolve().parent.parent / "src" / "draftloop")
 VIEWS = ("view", "slice", "select", "expand", "transpose", "unsqueeze", "squeeze", "t.", "permute", "detach", "split",
          "alias", "as_strided", "unbind", "_unsafe_view", "lift_fresh")  # fmt: skip
@@ -109,7 +111,7 @@ def sized_for_a_gpu() -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in (
             (propose, "_at_once", lambda readout: 2730),
-            (score, "_at_once", lambda target: 1 << 16),
+            (score, "slots_at_once", lambda target: 1 << 16),
             (rows, "_CPU_ROWS", 1 << 20),
         ):
             stack.enter_context(patch.object(owner, name, value))
@@ -128,14 +130,27 @@ def tiny() -> Any:
     return load_target(LlamaForCausalLM(config))
 
 
-def account(target: Any, drafter: Any, trunks: list[Any], method: str, options: argparse.Namespace) -> str:
-    """One method's tables."""
+def drafter_of(family: str, target: Any) -> Any:
+    """A drafter of seven drafted tokens."""
+    part: dict[str, Any] = {"family": family, "block_size": 7 if family == "dspark" else 8}
+    if family.startswith(("dflash", "dspark")):
+        part |= {"layers": 2, "mask_token": 5}
+    if family == "dflash2":
+        part["conv_group_size"] = 8
+    if family != "mtp":
+        part["target_layers"] = [0, 1]
+    return new_drafter(spec_for(DrafterPart(**part), target), target)
+
+
+def account(target: Any, family: str, trunks: list[Any], method: str, options: argparse.Namespace) -> str:
+    """The tables of one family and method."""
+    drafter = drafter_of(family, target)
     step = step_of(target, drafter, lessons_of(target, drafter, trunks, method, options.tokens), method, options)
     step()
     with counting() as counts:
         step()
     lines = [
-        f"== {method}: {sum(counts.operations.values())} operations a step, {sum(counts.asks.values())} asks",
+        f"== {family}, {method}: {sum(counts.operations.values())} operations a step, {sum(counts.asks.values())} asks",
         f"{'phase':<18} {'operations':>10} {'asks':>6}",
     ]
     lines += [f"{phase:<18} {counts.operations[phase]:10} {counts.asks[phase]:6}" for phase in PHASES]
@@ -163,6 +178,7 @@ def mask(options: argparse.Namespace) -> str:
 def main() -> None:
     """Print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--out", type=Path, required=True)
     for name, value in SIZES.items():
@@ -170,16 +186,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     target = tiny()
-    drafter = new_drafter(
-        spec_for(DrafterPart(block_size=8, layers=2, target_layers=[0, 1], mask_token=5), target), target
-    )
     texts = torch.randint(0, 64, (options.lessons, options.tokens), generator=torch.Generator().manual_seed(0)).tolist()
     trunks = [response_trunk(tuple(t[:64]), t[64:], f"{i}", "", 0, False) for i, t in enumerate(texts)]
     found = [f"{command()}\n{versions()}", mask(options)]
     print(found[-1])
-    for method in options.methods:
+    for family, method in product(options.families, options.methods):
         with sized_for_a_gpu():
-            found.append(account(target, drafter, trunks, method, options))
+            found.append(account(target, family, trunks, method, options))
         print(found[-1], flush=True)
     options.out.write_text("\n\n".join(found) + "\n", encoding="utf-8")
 
