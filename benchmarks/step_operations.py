@@ -113,6 +113,7 @@ def sized_for_a_gpu() -> Iterator[None]:
             (propose, "_at_once", lambda readout: 2730),
             (score, "slots_at_once", lambda target: 1 << 16),
             (rows, "_CPU_ROWS", 1 << 20),
+            (rows, "_spare", lambda device: 1 << 35),
         ):
             stack.enter_context(patch.object(owner, name, value))
         yield

@@ -52,10 +52,12 @@ class ChainAttention(nn.Module):
         """How heads turn at int64 [b, t], in the type of `like` or autocast's."""
         return turning(positions, self.width, self.theta, like)
 
-    def queries(self, x: Tensor, turn: Turn) -> Tensor:
-        """[b, t, width] -> [b, heads, t, d]."""
-        query = self.q_norm(self.q_proj(x).view(*x.shape[:-1], self.heads, self.width)).transpose(1, 2)
-        return rotate(query, turn)
+    def projected(self, x: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
+        """[b, t, width] -> queries [b, heads, t, d], which are turned with the keys; keys and values as below."""
+        query, key, value = (one(x).unflatten(-1, (-1, self.width)) for one in (self.q_proj, self.k_proj, self.v_proj))
+        both = torch.cat([self.q_norm(query), self.k_norm(key)], 2).transpose(1, 2)
+        query, key = rotate(both, turn).split([self.heads, self.kv_heads], 1)
+        return query, key, value.transpose(1, 2)
 
     def keys_values(self, x: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
         """[b, t, width] -> keys and values [b, kv heads, t, d]."""
@@ -182,7 +184,7 @@ class ChainDrafter(Borrower):
     def through(self, state: Tensor, lifted: Tensor, positions: Tensor, turn: Any, chains: Chains) -> Tensor:
         """The layer's output [b, N, H] for inputs of one slot; `chains` attends."""
         stream, x = self.layer.join(state, lifted)
-        found = chains.attend(self.layer.self_attn.queries(x, turn), *self.layer.self_attn.keys_values(x, turn))
+        found = chains.attend(*self.layer.self_attn.projected(x, turn))
         return self.layer.close(stream, found, x)
 
     def take(self, features: Tensor) -> Tensor:

@@ -5,12 +5,14 @@ Blocks: a dense mask on the CPU, FlexAttention on CUDA. Chains: a dense mask, Fl
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from draftloop.core.flex import TILE, flex, tiled_mask
 from draftloop.core.host import sent
@@ -164,7 +166,8 @@ class PackedChains:
             self._mask = self._numbers(heads // kv, kind)
         grouped = query.to(kind).view(b, kv, heads // kv, n, d).flatten(2, 3)  # so no key is copied
         mask = self._mask[..., :length]
-        found = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+        with _steady(query.device):
+            found = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
         return found.unflatten(2, (-1, n)).flatten(1, 2)
 
     def _owner(self) -> Tensor:
@@ -189,6 +192,11 @@ class PackedChains:
         n = self._anchor.shape[1]
         tiles = chain_tiles(self._anchor, self._context, (length - self._context) // n)
         return tiled_mask(see, *tiles, n, length)
+
+
+def _steady(device: torch.device) -> AbstractContextManager[None]:
+    """On CUDA only kernels that serve every length: cuDNN's are planned anew for each, and each slot's is another."""
+    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]) if device.type == "cuda" else nullcontext()
 
 
 @dataclass
