@@ -5,7 +5,7 @@
 A proxy for a machine without a GPU: where kernels are short, a step is bound by how many are begun. The batch has the
 shape of recipes/bundled.yaml (32 answers, 64 anchors each) on a target of two tiny layers, whose operations belong to
 `score`; rows and slots are taken at once as on a GPU. Views are left out. The optimiser's loop over parameters is one
-operation each here and a few in all on CUDA; masks are dense here, FlexAttention's is counted beside. `asks` are
+operation each here and a few in all on CUDA; masks are dense here, CUDA's are counted beside. `asks` are
 operations whose answer the host has to know before it goes on: on a GPU they wait where they read the device, and most
 read tensors of the host.
 """
@@ -34,7 +34,7 @@ from draftloop.core.flex import block_mask, tiled_mask
 from draftloop.data.trunk import response_trunk
 from draftloop.drafter.build import new_drafter
 from draftloop.drafter.families import spec_for
-from draftloop.drafter.masks import block_rule, block_tiles
+from draftloop.drafter.masks import PackedChains, block_rule, block_tiles
 from draftloop.objective import rows
 from draftloop.recipe import DrafterPart
 from draftloop.supervise import propose, score
@@ -160,7 +160,7 @@ def account(target: Any, family: str, trunks: list[Any], method: str, options: a
 
 
 def mask(options: argparse.Namespace) -> str:
-    """FlexAttention's mask of the packed draft, as it is made on CUDA, and as FlexAttention would make it."""
+    """Masks as they are made on CUDA: of packed blocks, beside what FlexAttention would do by itself; of chains."""
     anchor = torch.full((1, options.anchors), options.tokens // 2)
     context, size = options.tokens - 1, 8
     queries = options.anchors * size
@@ -172,8 +172,17 @@ def mask(options: argparse.Namespace) -> str:
         tiled_mask(see, *block_tiles(anchor, context, size), queries, context + queries)
     with Counting() as theirs:
         block_mask(see, 1, queries, context + queries, anchor.device)
-    made, counted = (sum(one.operations.values()) for one in (ours, theirs))
-    return f"== FlexAttention's mask: {made} operations (told by the anchors), {counted} (every query and key counted)"
+    chains = PackedChains(anchor, size - 1)
+    chains.begin((torch.zeros(1, 1, context, 8),) * 2)
+    with Counting() as once:
+        chains._numbers(3, torch.float32)
+    with Counting() as each:
+        chains._tiled(context + options.anchors)
+    told, counted, dense, tiled = (sum(one.operations.values()) for one in (ours, theirs, once, each))
+    return (
+        f"== FlexAttention's mask: {told} operations (told by the anchors), {counted} (every query and key counted)\n"
+        f"== chains' mask: {dense} operations a draft; where it is too large, FlexAttention's: {tiled} a slot"
+    )
 
 
 def main() -> None:
