@@ -135,7 +135,7 @@ class Host:
         return out[0] if isinstance(out, tuple) else out
 
     def turned(self, x: Tensor, positions: Tensor) -> Any:
-        """What the target's rotary module says of int64 [b, t], in the type of x [b, t, H]."""
+        """What the target's rotary module says of int64 [b, t], in the type of x."""
         if x.device not in self._rotary:
             with torch.device("cpu"):
                 made = self._turns(config=self.config)

@@ -102,7 +102,7 @@ def _extremes(anchor: Tensor) -> list[Tensor]:
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
     """Attention of [b, heads, q, d] over [b, kv heads, k, d] under a dense or a block mask."""
     if torch.is_autocast_enabled(query.device.type):
-        query, key, value = (one.to(_computed_in(query)) for one in (query, key, value))
+        query, key, value = (one.to(computed_in(query)) for one in (query, key, value))
     if isinstance(mask, Tensor):
         # the mask's kernel on the CPU has no grouped form: repeat keys and values for the query heads that share them
         group = query.shape[1] // key.shape[1]
@@ -154,7 +154,7 @@ class PackedChains:
         Returns:
             [b, heads, N, d].
         """
-        kind = _computed_in(query)
+        kind = computed_in(query)
         keys, values = (
             torch.cat([held.to(kind), new.to(kind)], 2) for held, new in zip(self._held, (key, value), strict=True)
         )
@@ -242,7 +242,7 @@ def attend_chain(
     Returns:
         [b, heads, N, d].
     """
-    kind = _computed_in(query)
+    kind = computed_in(query)
     query = query.to(kind)
     if torch.is_autocast_enabled(query.device.type):
         context, own = ((pair[0].to(kind), pair[1].to(kind)) for pair in (context, own))
@@ -262,10 +262,10 @@ def attend_chain(
     return (far + near).flatten(1, 2)
 
 
-def _computed_in(query: Tensor) -> torch.dtype:
-    """The type of attention: autocast's, or the queries' own."""
-    device = query.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+def computed_in(like: Tensor) -> torch.dtype:
+    """The type that is computed in: autocast's, or the tensor's own."""
+    device = like.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else like.dtype
 
 
 def chain_tiles(anchor: Tensor, context: int, slots: int) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from draftloop.core.errors import InputError
 from draftloop.drafter.chain import ChainDrafter, Chains, FixedChainCache
 from draftloop.drafter.dflash import RMSNorm
 from draftloop.drafter.host import Host, text_part
-from draftloop.drafter.masks import Pair
+from draftloop.drafter.masks import Pair, computed_in
 from draftloop.drafter.spec import DrafterSpec, shape_for
 from draftloop.recipe import DrafterPart
 
@@ -161,7 +161,7 @@ class MTP(ChainDrafter):
 
     def turned(self, positions: Tensor, like: Tensor) -> Any:
         """As the target turns its heads."""
-        return self.host.turned(like, positions)
+        return self.host.turned(like.new_empty(0, dtype=computed_in(like)), positions)
 
     def _joined(self, state: Tensor, lifted: Tensor) -> Tensor:
         """The layer's input [..., H]."""
