@@ -52,6 +52,7 @@ def step_of(target: Any, drafter: Any, lessons: list[Lesson], method: str, optio
     stage = StagePart.model_validate({"name": "profile", "method": method, "anchors_per_sequence": options.anchors,
                                       "objective": {"chunk": options.chunk}})  # fmt: skip
     precision = torch.bfloat16 if target.device.type == "cuda" else torch.float32
+    confidence = update.confidence_weight(stage.objective, drafter)
     store = FeatureStore(target, drafter.spec.target_layers, 2**34)
     drafter.train().requires_grad_(True)
     optimiser = DrafterOptimiser(drafter.named_parameters(), OptimiserPart())
@@ -59,7 +60,7 @@ def step_of(target: Any, drafter: Any, lessons: list[Lesson], method: str, optio
     def step() -> None:
         scored = batch.supervise(
             stage, lessons, [0] * len(lessons), target=target, drafter=drafter, store=store, seed=0,
-            need_teacher=needs_teacher(stage.objective), precision=precision,
+            need_teacher=needs_teacher(stage.objective, confidence), precision=precision,
         )  # fmt: skip
         learnt = update.differentiate(stage.objective, [scored], drafter, target.readout, precision)
         optimiser.step(learnt.loss, 0.0, 1)

@@ -1,11 +1,11 @@
-"""What the host begins in one training step, by method and phase: torch operations, and the lines that begin them.
+"""What the host begins in one training step, by family, method and phase: torch operations, and the lines behind them.
 
     python benchmarks/step_operations.py --out results/raw/step-operations.txt
 
 A proxy for a machine without a GPU: where kernels are short, a step is bound by how many are begun. The batch has the
 shape of recipes/bundled.yaml (32 answers, 64 anchors each) on a target of two tiny layers, whose operations belong to
 `score`; rows and slots are taken at once as on a GPU. Views are left out. The optimiser's loop over parameters is one
-operation each here and a few in all on CUDA; masks are dense here, FlexAttention's is counted beside. `asks` are
+operation each here and a few in all on CUDA; masks are dense here, CUDA's are counted beside. `asks` are
 operations whose answer the host has to know before it goes on: on a GPU they wait where they read the device, and most
 read tensors of the host.
 """
@@ -17,6 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,7 +34,7 @@ from draftloop.core.flex import block_mask, tiled_mask
 from draftloop.data.trunk import response_trunk
 from draftloop.drafter.build import new_drafter
 from draftloop.drafter.families import spec_for
-from draftloop.drafter.masks import block_rule, block_tiles
+from draftloop.drafter.masks import PackedChains, block_rule, block_tiles
 from draftloop.objective import rows
 from draftloop.recipe import DrafterPart
 from draftloop.supervise import propose, score
@@ -41,6 +42,7 @@ from draftloop.target.load import load_target
 from draftloop.train.material import command, versions
 
 SIZES = {"lessons": 32, "anchors": 64, "chunk": 4096, "tokens": 320, "lines": 12}
+FAMILIES = ("dflash", "dflash2", "dspark", "eagle3", "mtp")
 SOURCE = str(Path(__file__).resolve().parent.parent / "src" / "draftloop")
 VIEWS = ("view", "slice", "select", "expand", "transpose", "unsqueeze", "squeeze", "t.", "permute", "detach", "split",
          "alias", "as_strided", "unbind", "_unsafe_view", "lift_fresh")  # fmt: skip
@@ -109,8 +111,9 @@ def sized_for_a_gpu() -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in (
             (propose, "_at_once", lambda readout: 2730),
-            (score, "_at_once", lambda target: 1 << 16),
+            (score, "slots_at_once", lambda target: 1 << 16),
             (rows, "_CPU_ROWS", 1 << 20),
+            (rows, "_spare", lambda device: 1 << 35),
         ):
             stack.enter_context(patch.object(owner, name, value))
         yield
@@ -128,14 +131,27 @@ def tiny() -> Any:
     return load_target(LlamaForCausalLM(config))
 
 
-def account(target: Any, drafter: Any, trunks: list[Any], method: str, options: argparse.Namespace) -> str:
-    """One method's tables."""
+def drafter_of(family: str, target: Any) -> Any:
+    """A drafter of seven drafted tokens."""
+    part: dict[str, Any] = {"family": family, "block_size": 7 if family == "dspark" else 8}
+    if family.startswith(("dflash", "dspark")):
+        part |= {"layers": 2, "mask_token": 5}
+    if family == "dflash2":
+        part["conv_group_size"] = 8
+    if family != "mtp":
+        part["target_layers"] = [0, 1]
+    return new_drafter(spec_for(DrafterPart(**part), target), target)
+
+
+def account(target: Any, family: str, trunks: list[Any], method: str, options: argparse.Namespace) -> str:
+    """The tables of one family and method."""
+    drafter = drafter_of(family, target)
     step = step_of(target, drafter, lessons_of(target, drafter, trunks, method, options.tokens), method, options)
     step()
     with counting() as counts:
         step()
     lines = [
-        f"== {method}: {sum(counts.operations.values())} operations a step, {sum(counts.asks.values())} asks",
+        f"== {family}, {method}: {sum(counts.operations.values())} operations a step, {sum(counts.asks.values())} asks",
         f"{'phase':<18} {'operations':>10} {'asks':>6}",
     ]
     lines += [f"{phase:<18} {counts.operations[phase]:10} {counts.asks[phase]:6}" for phase in PHASES]
@@ -144,7 +160,7 @@ def account(target: Any, drafter: Any, trunks: list[Any], method: str, options: 
 
 
 def mask(options: argparse.Namespace) -> str:
-    """FlexAttention's mask of the packed draft, as it is made on CUDA, and as FlexAttention would make it."""
+    """Masks as they are made on CUDA: of packed blocks, beside what FlexAttention would do by itself; of chains."""
     anchor = torch.full((1, options.anchors), options.tokens // 2)
     context, size = options.tokens - 1, 8
     queries = options.anchors * size
@@ -156,13 +172,23 @@ def mask(options: argparse.Namespace) -> str:
         tiled_mask(see, *block_tiles(anchor, context, size), queries, context + queries)
     with Counting() as theirs:
         block_mask(see, 1, queries, context + queries, anchor.device)
-    made, counted = (sum(one.operations.values()) for one in (ours, theirs))
-    return f"== FlexAttention's mask: {made} operations (told by the anchors), {counted} (every query and key counted)"
+    chains = PackedChains(anchor, size - 1)
+    chains.begin((torch.zeros(1, 1, context, 8),) * 2)
+    with Counting() as once:
+        chains._numbers(3, torch.float32)
+    with Counting() as each:
+        chains._tiled(context + options.anchors)
+    told, counted, dense, tiled = (sum(one.operations.values()) for one in (ours, theirs, once, each))
+    return (
+        f"== FlexAttention's mask: {told} operations (told by the anchors), {counted} (every query and key counted)\n"
+        f"== chains' mask: {dense} operations a draft; where it is too large, FlexAttention's: {tiled} a slot"
+    )
 
 
 def main() -> None:
     """Print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--out", type=Path, required=True)
     for name, value in SIZES.items():
@@ -170,16 +196,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     target = tiny()
-    drafter = new_drafter(
-        spec_for(DrafterPart(block_size=8, layers=2, target_layers=[0, 1], mask_token=5), target), target
-    )
     texts = torch.randint(0, 64, (options.lessons, options.tokens), generator=torch.Generator().manual_seed(0)).tolist()
     trunks = [response_trunk(tuple(t[:64]), t[64:], f"{i}", "", 0, False) for i, t in enumerate(texts)]
     found = [f"{command()}\n{versions()}", mask(options)]
     print(found[-1])
-    for method in options.methods:
+    for family, method in product(options.families, options.methods):
         with sized_for_a_gpu():
-            found.append(account(target, drafter, trunks, method, options))
+            found.append(account(target, family, trunks, method, options))
         print(found[-1], flush=True)
     options.out.write_text("\n\n".join(found) + "\n", encoding="utf-8")
 

@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftloop.core.flex import flex
 from draftloop.core.law import Law, Sampling
-from draftloop.drafter import chain
+from draftloop.drafter import chain, masks
 from draftloop.drafter.chain import ChainCache, ChainDrafter
+from draftloop.drafter.masks import PackedChains
 from draftloop.target.load import load_target
 from tests.chains import by_definition, chain_drafter
 from tests.packed import CLOSE, EXACT, anchors, gap, rand, texts
@@ -227,35 +229,42 @@ def test_padding_anchors_disturb_nobody(owner):
 @contextmanager
 def spoilt(monkeypatch, way: str):
     """One fault in the packed pass."""
-    right = chain.attend_chain
+    attend, begin = PackedChains.attend, PackedChains.__init__
+    packed, forced = chain.ChainDraft.__init__, chain.ChainDraft.forced
 
-    def attend(query, context, own, anchor, seen):
-        if seen is None:
-            if way == "anchor's own input":
-                anchor = anchor + 1
-            if way == "the last input is hidden":
-                anchor = anchor - 1
-            if way == "only the present slot":
-                own = (own[0][:, :, :, -1:], own[1][:, :, :, -1:])
-            if way == "another chain's slots":
-                own = (own[0].roll(1, 2), own[1].roll(1, 2))
-            if way == "anchors unsorted":
-                anchor = anchor.sort(1).values
-        return right(query, context, own, anchor, seen)
+    def chains(self, anchor, slots):
+        if way == "anchor's own input":
+            anchor = anchor + 1
+        if way == "the last input is hidden":
+            anchor = anchor - 1
+        if way == "anchors unsorted":
+            anchor = anchor.sort(1).values
+        begin(self, anchor, slots)
 
-    packed = chain.ChainDraft.step
+    def attending(self, query, key, value, scale=None):
+        if way == "only the present slot":
+            self._held = tuple(one[:, :, : self._context] for one in self._held)
+        found = attend(self, query, key, value, scale)
+        if way == "another chain's slots":
+            far, n = -key.shape[2], key.shape[2]
+            self._held = tuple(torch.cat([t[:, :, :far], t[:, :, -n:].roll(1, 2)], 2) for t in self._held)
+        return found
 
-    def step(self, slot, previous):
-        if type(self) is chain.ChainDraft:
-            if way == "the anchor's token again" and slot:
-                previous = self._tokens
-            if way == "fixed rotary positions" and slot:
-                self._anchor = self._anchor - 1
-        return packed(self, slot, previous)
+    def drafting(self, *given):
+        packed(self, *given)
+        if way == "fixed rotary positions":
+            self._turns = self._turns[:1] * len(self._turns)
+
+    def told(self, tokens):
+        if way == "the anchor's token again":
+            tokens = self._tokens.unsqueeze(-1).expand_as(tokens)
+        return forced(self, tokens)
 
     with monkeypatch.context() as patch:
-        patch.setattr(chain, "attend_chain", attend)
-        patch.setattr(chain.ChainDraft, "step", step)
+        patch.setattr(PackedChains, "__init__", chains)
+        patch.setattr(PackedChains, "attend", attending)
+        patch.setattr(chain.ChainDraft, "__init__", drafting)
+        patch.setattr(chain.ChainDraft, "forced", told)
         yield
 
 
@@ -293,8 +302,8 @@ def test_a_fault_in_cached_decoding_is_noticed(owner, monkeypatch, way):
     if way == "no waiting feature":
         monkeypatch.setattr(ChainCache, "kept", lambda self, at: torch.zeros(at.shape[0], at.shape[1], 48))
     if way == "normed state":  # the definition notices it, packed and cached being wrong alike
-        give = type(drafter).give
-        monkeypatch.setattr(type(drafter), "give", lambda self, output: (give(self, output)[0],) * 2)
+        monkeypatch.setattr(type(drafter), "give", lambda self, output: self.norm(output))
+        monkeypatch.setattr(type(drafter), "read", lambda self, state: state)
         features, text = texts(drafter, [7], 4)
         told = drafts((drafter.spec.drafted,), 4)
         want = by_definition(drafter, owner, features[0], text[0], 6, told)
@@ -330,9 +339,22 @@ def test_bfloat16_computing_over_a_bfloat16_target(owner):
     assert isinstance(drafter, ChainDrafter)
 
 
+def test_flex_attention_sees_what_the_dense_mask_shows():
+    """Fails if a slot's own keys are looked for elsewhere in the row, or if one mask shows what the other hides."""
+    anchor = torch.tensor([[3, 150, 140, 20, 1], [150, 1, 17, 50, 0]])
+    chains = PackedChains(anchor, 3)
+    chains.begin((rand(2, 2, 150, 8, seed=1), rand(2, 2, 150, 8, seed=2)))
+    for slot in range(3):
+        query, key, value = (rand(2, heads, 5, 8, seed=9 + slot + heads) for heads in (4, 2, 2))
+        want = chains.attend(query, key, value)
+        assert gap(flex(query, *chains._held, chains._tiled(150 + 5 * (slot + 1))), want) < CLOSE
+
+
+@pytest.mark.parametrize("most", [masks._NUMBERS, 0], ids=["dense", "flex"])
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_flex_attention_gives_what_the_dense_mask_gives(owner):
+def test_a_gpu_gives_what_a_cpu_gives(owner, most, monkeypatch):
+    monkeypatch.setattr(masks, "_NUMBERS", most)
     drafter = chain_drafter(owner, head_dim=16, vocab=None)
     features, text = texts(drafter, [300, 300], 0)
     anchor, told = torch.tensor([[3, 150, 299, 20, 1], [300, 1, 17, 150, 150]]), drafts((2, 5, 4), 0)

@@ -14,6 +14,7 @@ from draftloop.decode.trace import Options
 from draftloop.drafter import host
 from draftloop.drafter.build import for_decoding
 from draftloop.drafter.families import spec_for
+from draftloop.drafter.masks import PackedChains
 from draftloop.formats.load import load_drafter
 from draftloop.recipe import DrafterPart, RolloutPart, StagePart
 from draftloop.supervise.lesson import FeatureStore, Lesson
@@ -125,16 +126,24 @@ def test_a_native_head_drafts_what_transformers_head_drafts(kind, tmp_path, monk
     monkeypatch.setattr(drafter.fc.weight, "data", torch.cat([halves[1], halves[0]], 1))
     assert gap(ours(9), want[9]) > 1e-2
     monkeypatch.undo()
-    true = host.attend_chain
-    for wrong in (
-        lambda q, far, near, anchor, seen, scale: true(q, far, near, anchor, seen, 2 * scale),
-        lambda q, far, near, anchor, seen, scale: true(q, far, near, anchor - 1, seen, scale),
-        lambda q, far, near, anchor, seen, scale: true(
-            q, far, tuple(t[:, :, :, -1:] for t in near), anchor, None, scale
-        ),
+    true, begin = PackedChains.attend, PackedChains.begin
+
+    def earlier_hidden(chains, query, key, value, scale):
+        chains._held = tuple(one[:, :, : chains._context] for one in chains._held)
+        return true(chains, query, key, value, scale)
+
+    def anchor_earlier(chains, context):
+        begin(chains, context)
+        chains._anchor = chains._anchor - 1
+
+    for name, wrong in (
+        ("attend", lambda chains, query, key, value, scale: true(chains, query, key, value, 2 * scale)),
+        ("attend", earlier_hidden),
+        ("begin", anchor_earlier),
     ):
-        monkeypatch.setattr(host, "attend_chain", wrong)
-        assert gap(ours(9), want[9]) > 1e-4
+        with monkeypatch.context() as patch:
+            patch.setattr(PackedChains, name, wrong)
+            assert gap(ours(9), want[9]) > 1e-4
 
 
 # ---------------------------------------------------------------- packed = sequential, no leaks

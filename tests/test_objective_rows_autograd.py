@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftloop.core.errors import DraftloopError
 from draftloop.core.law import Readout
+from draftloop.objective import rows as rows_module
 from draftloop.objective.rows import Kind, row_values
 from tests.test_objective_rows import KINDS, case
 
@@ -167,3 +168,38 @@ def test_nothing_of_vocabulary_width_is_kept_or_grows(kind: Kind) -> None:
         found.sum().backward()
     assert widest.most == chunk
     assert alive == [(30, 3)]  # the Jacobian rows, and nothing else
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_that_memory_holds_give_the_same_numbers_bit_for_bit(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if more is held than `_KEPT` says, if a chunk beyond the memory is held, or if none is."""
+    vocabulary, chunk = 101, 4
+    student, head, inputs = case(11, 3, vocabulary)
+    frozen = head.weight.detach().clone()
+    trained = replace(head, weight=frozen.clone().requires_grad_(), soft_cap=5.0)
+    inputs |= {"teacher_readout": Readout(frozen)} if kind != "ce" else {}
+
+    def learnt(rows: int) -> tuple[list[Tensor], int]:
+        """Value and gradients, and how many wide tensors autograd holds of chunks kept whole."""
+        held: weakref.WeakSet[_Saved] = weakref.WeakSet()
+
+        def pack(tensor: Tensor) -> _Saved:
+            one = _Saved(tensor)
+            if tensor.shape == (chunk, vocabulary):
+                held.add(one)
+            return one
+
+        monkeypatch.setattr(rows_module, "_spare", lambda device: rows * rows_module._KEPT * vocabulary * 8)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one.tensor):
+            values = row_values(kind, student, trained, **inputs, chunk=chunk)
+            size = sum({one.tensor.data_ptr(): one.tensor.numel() for one in held}.values())
+            found = torch.autograd.grad((values * torch.linspace(0.5, 2, 11)).sum(), (student, trained.weight))
+        return [values.detach(), *found], size
+
+    want, none = learnt(3)
+    found, some = learnt(9)
+    assert none == 0
+    assert 8 * vocabulary <= some <= 8 * vocabulary * rows_module._KEPT
+    assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True))

@@ -21,10 +21,12 @@ from torch import Tensor, nn
 
 from draftloop.drafter.borrower import Borrower
 from draftloop.drafter.cache import DraftCache, FixedDraftCache
-from draftloop.drafter.dflash import MLP, RMSNorm, rotate, turning
+from draftloop.drafter.dflash import MLP, RMSNorm, Turn, rotate, turning
 from draftloop.drafter.draft import Draft
-from draftloop.drafter.masks import attend_chain
+from draftloop.drafter.masks import CachedChains, PackedChains
 from draftloop.drafter.spec import DrafterSpec
+
+Chains = PackedChains | CachedChains
 
 
 class ChainAttention(nn.Module):
@@ -46,16 +48,22 @@ class ChainAttention(nn.Module):
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if normed else nn.Identity()
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if normed else nn.Identity()
 
-    def queries(self, x: Tensor, positions: Tensor) -> Tensor:
-        """[b, t, width] at int64 [b, t] -> [b, heads, t, d]."""
-        query = self.q_norm(self.q_proj(x).view(*x.shape[:-1], self.heads, self.width)).transpose(1, 2)
-        return rotate(query, turning(positions, self.width, self.theta, query))
+    def turned(self, positions: Tensor, like: Tensor) -> Turn:
+        """How heads turn at int64 [b, t], in the type of `like` or autocast's."""
+        return turning(positions, self.width, self.theta, like)
 
-    def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[b, t, width] at int64 [b, t] -> keys and values [b, kv heads, t, d]."""
+    def projected(self, x: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
+        """[b, t, width] -> queries [b, heads, t, d], which are turned with the keys; keys and values as below."""
+        query, key, value = (one(x).unflatten(-1, (-1, self.width)) for one in (self.q_proj, self.k_proj, self.v_proj))
+        both = torch.cat([self.q_norm(query), self.k_norm(key)], 2).transpose(1, 2)
+        query, key = rotate(both, turn).split([self.heads, self.kv_heads], 1)
+        return query, key, value.transpose(1, 2)
+
+    def keys_values(self, x: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+        """[b, t, width] -> keys and values [b, kv heads, t, d]."""
         shape = (*x.shape[:-1], self.kv_heads, self.width)
         key = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
-        return rotate(key, turning(positions, self.width, self.theta, key)), self.v_proj(x).view(shape).transpose(1, 2)
+        return rotate(key, turn), self.v_proj(x).view(shape).transpose(1, 2)
 
     def output(self, found: Tensor, x: Tensor) -> Tensor:
         """What attention found [b, heads, t, d], for inputs [b, t, width] -> [b, t, H]."""
@@ -78,8 +86,8 @@ class ChainLayer(nn.Module):
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
 
-    def join(self, state: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """State and embedding [..., H] -> the residual stream [..., H], and what attention projects [..., width]."""
+    def join(self, state: Tensor, lifted: Tensor) -> tuple[Tensor, Tensor]:
+        """State and normed embedding [..., H] -> residual stream [..., H], and what attention projects [..., width]."""
         raise NotImplementedError
 
     def close(self, stream: Tensor, found: Tensor, x: Tensor) -> Tensor:
@@ -160,30 +168,41 @@ class ChainDrafter(Borrower):
         """As `Borrower.weight`."""
         return self.layer.self_attn.o_proj.weight
 
-    def join(self, state: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """As `ChainLayer.join`."""
-        return self.layer.join(state, embedded)
+    def lift(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """What an input has of its token: normed embeddings [..., H] of int64 [...], for inputs at int64 [...]."""
+        return self.layer.input_layernorm(self._embedded(tokens))  # type: ignore[no-any-return]
 
-    def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """As `ChainAttention.keys_values`."""
-        return self.layer.self_attn.keys_values(x, positions)
+    def turned(self, positions: Tensor, like: Tensor) -> Any:
+        """How heads turn at int64 [b, t]: tensors whose last axis but one is t."""
+        return self.layer.self_attn.turned(positions, like)
+
+    def keys_values(self, state: Tensor, lifted: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [b, kv heads, t, d] of inputs: states and `lift`ed tokens [b, t, H] at int64 [b, t]."""
+        turn = self.turned(positions, state)
+        return self.layer.self_attn.keys_values(self.layer.join(state, lifted)[1], turn)
+
+    def through(self, state: Tensor, lifted: Tensor, positions: Tensor, turn: Any, chains: Chains) -> Tensor:
+        """The layer's output [b, N, H] for inputs of one slot; `chains` attends."""
+        stream, x = self.layer.join(state, lifted)
+        found = chains.attend(*self.layer.self_attn.projected(x, turn))
+        return self.layer.close(stream, found, x)
 
     def take(self, features: Tensor) -> Tensor:
         """The target's features [..., F * H] -> states [..., H]."""
         raise NotImplementedError
 
-    def give(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's output [..., H] -> rows of the readout [..., W], and the state of the next slot [..., H]."""
+    def give(self, output: Tensor) -> Tensor:
+        """The layer's output [..., H] -> the state of the next slot [..., H]."""
+        raise NotImplementedError
+
+    def read(self, state: Tensor) -> Tensor:
+        """That state -> rows of the readout [..., W]."""
         raise NotImplementedError
 
     def settle(self, target: Any) -> None:
         """Initial values that are not generic."""
 
     # what follows ----------------------------------------------------------------------------------------------------
-    def _joined(self, state: Tensor, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """`join` of states and of tokens int64 [...], for inputs at int64 [...]: a family may treat some otherwise."""
-        return self.join(state, self._embedded(tokens))
-
     def pack(self, features: Tensor, anchor: Tensor, text: Tensor) -> Draft:
         """Draft from many anchors of many texts at once.
 
@@ -198,8 +217,8 @@ class ChainDrafter(Borrower):
         taken = self.take(self._own(features))
         length = min(features.shape[1], text.shape[1])
         positions = torch.arange(-1, length - 1, device=anchor.device).expand(len(anchor), -1)
-        _, x = self._joined(F.pad(taken, (0, 0, 1, 0))[:, :length], text[:, :length], positions)
-        context = self.keys_values(x, positions)
+        lifted = self.lift(text[:, :length], positions)
+        context = self.keys_values(F.pad(taken, (0, 0, 1, 0))[:, :length], lifted, positions)
         before = (anchor - 1).clamp(0, features.shape[1] - 1).unsqueeze(-1)
         first = taken.gather(1, before.expand(-1, -1, taken.shape[-1]))
         return ChainDraft(self, context, first, anchor, text.gather(1, anchor.clamp(max=text.shape[1] - 1)))
@@ -223,8 +242,8 @@ class ChainDrafter(Borrower):
         taken = self.take(self._own(features))
         before = cache.kept((positions[:, :1] - 1).clamp(min=0))
         shifted = F.pad(taken[:, :-1], (0, 0, 1, 0)) if before is None else torch.cat([before, taken[:, :-1]], 1)
-        _, x = self._joined(shifted, tokens, positions - 1)
-        cache.write(0, *self.keys_values(x, positions - 1), positions)
+        found = self.keys_values(shifted, self.lift(tokens, positions - 1), positions - 1)
+        cache.write(0, *found, positions)
         cache.keep(taken, positions)
 
     def draft(self, cache: ChainCache, anchor: Tensor, tokens: Tensor) -> Draft:
@@ -248,37 +267,86 @@ class ChainDrafter(Borrower):
         anchor: Tensor,
         context: tuple[Tensor, Tensor],
         own: tuple[Tensor, Tensor],
-        seen: Tensor | None,
+        seen: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """One slot of N chains a row.
+        """One slot of N chains a row, from cached context.
 
         Args:
             state: [b, N, H].
             tokens, positions, anchor: int64 [b, N].
             context: keys and values [b, kv heads, C, d] by slot of the cache.
-            own: keys and values [b, kv heads, N, J, d] of the chains' earlier slots.
-            seen: bool [J + 1], which of them are there yet; None = all.
+            own: keys and values [b, kv heads, N, J, d] of the chains' other slots.
+            seen: bool [J + 1], which of them are there yet, the present one last.
 
         Returns:
             rows [b, N, W]; the next states [b, N, H]; keys and values [b, kv heads, N, 1, d] of this slot.
         """
-        attention = self.layer.self_attn
-        stream, x = self._joined(state, tokens, positions)
-        key, value = (t.unsqueeze(3) for t in attention.keys_values(x, positions))
-        chain = (torch.cat([own[0], key.to(own[0].dtype)], 3), torch.cat([own[1], value.to(own[1].dtype)], 3))
-        found = attend_chain(attention.queries(x, positions), context, chain, anchor, seen)
-        return (*self.give(self.layer.close(stream, found, x)), key, value)
+        chains = CachedChains(context, own, anchor, seen)
+        turn = self.turned(positions, state)
+        state = self.give(self.through(state, self.lift(tokens, positions), positions, turn, chains))
+        return self.read(state), state, chains.key, chains.value
 
 
 class ChainDraft(Draft):
     """Chains of N anchors a row, in one packed pass; with its graph where gradients are wanted.
 
     Args:
-        drafter: whose `advance` is called.
+        drafter: whose layer is gone through slot by slot.
         context: keys and values [b, kv heads, C, d] by slot of the cache.
         first: [b, N, H], the states that the chains begin with.
         anchor: int64 [b, N].
         tokens: int64 [b, N], the tokens there.
+    """
+
+    def __init__(
+        self, drafter: Any, context: tuple[Tensor, Tensor], first: Tensor, anchor: Tensor, tokens: Tensor
+    ) -> None:
+        self._drafter, self._context, self._first, self._tokens = drafter, context, first, tokens
+        self.drafted = drafter.spec.drafted
+        self._chains = PackedChains(anchor, self.drafted)
+        slots = torch.arange(-1, self.drafted - 1, device=anchor.device).view(1, -1, 1)
+        self._positions = anchor.unsqueeze(1) + slots  # [b, K, N]
+        self._turns = _apart(drafter.turned(self._positions.flatten(1), first), self.drafted)
+
+    def step(self, slot: int, previous: Tensor | None) -> Tensor:
+        """As `Draft.step`."""
+        tokens = self._tokens if previous is None else previous
+        state = self._through(slot, self._drafter.lift(tokens, self._positions[:, slot]))
+        return self._drafter.read(state)  # type: ignore[no-any-return]
+
+    def forced(self, tokens: Tensor) -> Tensor:
+        """Rows [b, N, K, W] given int64 [b, N, K]; what reads no state is computed of all slots at once."""
+        before = torch.cat([self._tokens.unsqueeze(1), tokens[..., :-1].transpose(1, 2)], 1)
+        lifted = self._drafter.lift(before, self._positions)  # [b, K, N, H]
+        states = [self._through(slot, one) for slot, one in enumerate(lifted.unbind(1))]
+        return self._drafter.read(torch.stack(states, 2))  # type: ignore[no-any-return]
+
+    def _through(self, slot: int, lifted: Tensor) -> Tensor:
+        """The state that a slot hands on [b, N, H]."""
+        if slot == 0:
+            self._state = self._first
+            self._chains.begin(self._context)
+        place, turn = self._positions[:, slot], self._turns[slot]
+        self._state = self._drafter.give(self._drafter.through(self._state, lifted, place, turn, self._chains))
+        return self._state
+
+
+def _apart(turned: Any, slots: int) -> list[Any]:
+    """What `turned` says of int64 [b, slots * N], slot by slot."""
+    if isinstance(turned, Tensor):
+        return list(turned.unflatten(-2, (slots, -1)).unbind(-3))
+    return list(zip(*(_apart(one, slots) for one in turned), strict=True))
+
+
+class CachedChainDraft(Draft):
+    """One chain a row, from cached context; what is computed has the same shapes in every slot.
+
+    Args:
+        drafter: whose `advance` is called.
+        context: keys and values [b, kv heads, C, d] by slot of the cache.
+        first: [b, 1, H], the states that the chains begin with.
+        anchor: int64 [b, 1].
+        tokens: int64 [b, 1], the tokens there.
     """
 
     def __init__(
@@ -289,50 +357,20 @@ class ChainDraft(Draft):
         self.drafted = drafter.spec.drafted
 
     def step(self, slot: int, previous: Tensor | None) -> Tensor:
-        """As `Draft.step`."""
+        """Rows [b, W] given int64 [b]."""
         if slot == 0:
-            self._state, self._own = self._first, self._nothing()
-        rows, self._state, key, value = self._drafter.advance(
+            self._state = self._first
+            self._own = tuple(one.new_zeros(*one.shape[:2], 1, self.drafted - 1, one.shape[3]) for one in self._context)
+        place = torch.arange(self.drafted, device=self._anchor.device)
+        rows, self._state, *found = self._drafter.advance(
             self._state,
-            self._tokens if previous is None else previous,
+            self._tokens if previous is None else previous.unsqueeze(1),
             self._anchor - 1 + slot,
             self._anchor,
             self._context,
             self._own,
-            self._seen(slot),
+            (place < slot) | (place == self.drafted - 1),  # the present slot stands last
         )
-        self._remember(slot, key, value)
-        return rows  # type: ignore[no-any-return]
-
-    def _nothing(self) -> tuple[Tensor, Tensor]:
-        key, value = self._context
-        chains = (self._anchor.shape[1], 0)
-        return tuple(one.new_zeros(*one.shape[:2], *chains, one.shape[3]) for one in (key, value))  # type: ignore[return-value]
-
-    def _seen(self, slot: int) -> Tensor | None:
-        return None
-
-    def _remember(self, slot: int, key: Tensor, value: Tensor) -> None:
-        self._own = (torch.cat([self._own[0], key], 3), torch.cat([self._own[1], value], 3))
-
-
-class CachedChainDraft(ChainDraft):
-    """One chain a row; what is computed has the same shapes in every slot."""
-
-    def step(self, slot: int, previous: Tensor | None) -> Tensor:
-        """Rows [b, W] given int64 [b]."""
-        return super().step(slot, None if previous is None else previous.unsqueeze(1)).squeeze(1)
-
-    def _nothing(self) -> tuple[Tensor, Tensor]:
-        key, value = self._context
-        chain = (1, self.drafted - 1)
-        return tuple(one.new_zeros(*one.shape[:2], *chain, one.shape[3]) for one in (key, value))  # type: ignore[return-value]
-
-    def _seen(self, slot: int) -> Tensor:
-        place = torch.arange(self.drafted, device=self._anchor.device)
-        return (place < slot) | (place == self.drafted - 1)  # the present slot stands last
-
-    def _remember(self, slot: int, key: Tensor, value: Tensor) -> None:
-        if slot < self.drafted - 1:
-            self._own[0][:, :, :, slot] = key.squeeze(3)
-            self._own[1][:, :, :, slot] = value.squeeze(3)
+        for own, new in zip(self._own, found, strict=True) if slot < self.drafted - 1 else ():
+            own[:, :, :, slot] = new.squeeze(3)
+        return rows.squeeze(1)  # type: ignore[no-any-return]

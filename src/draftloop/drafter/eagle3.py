@@ -67,10 +67,10 @@ class Eagle3Layer(ChainLayer):
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.norm_eps)
         self._normed_beside = spec.norm_before_residual
 
-    def join(self, state: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+    def join(self, state: Tensor, lifted: Tensor) -> tuple[Tensor, Tensor]:
         """As `ChainLayer.join`."""
         normed = self.hidden_norm(state)
-        return normed if self._normed_beside else state, torch.cat([self.input_layernorm(embedded), normed], -1)
+        return normed if self._normed_beside else state, torch.cat([lifted, normed], -1)
 
 
 class Eagle3(ChainDrafter):
@@ -109,9 +109,13 @@ class Eagle3(ChainDrafter):
         """As `ChainDrafter.take`: one projection of all tapped layers."""
         return self.fc(features)  # type: ignore[no-any-return]
 
-    def give(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """As `ChainDrafter.give`: normed rows, and the state before that norm."""
-        return self.norm(output), output
+    def give(self, output: Tensor) -> Tensor:
+        """As `ChainDrafter.give`: before the norm."""
+        return output
+
+    def read(self, state: Tensor) -> Tensor:
+        """As `ChainDrafter.read`: normed."""
+        return self.norm(state)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def settle(self, target: Any) -> None:

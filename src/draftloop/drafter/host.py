@@ -9,7 +9,6 @@ place of a mask. The one file of this room that knows transformers.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -17,39 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from draftloop.core.errors import InputError
-from draftloop.drafter.masks import attend_chain
+from draftloop.drafter.masks import CachedChains, PackedChains, Pair
 
-Pair = tuple[Tensor, Tensor]  # keys and values
 _ATTENTION = "draftloop_chain"
 _BEYOND = {"softcap": "soft-capped scores", "s_aux": "attention sinks", "position_bias": "a bias of positions"}
 _OTHER = "Train another family (drafter.family) for this target."
-
-
-@dataclass
-class Plan:
-    """Who sees what in one call of the layer; it also takes along the call's own keys and values.
-
-    Attributes:
-        context: keys and values [b, kv heads, C, d] by slot of the cache.
-        own: keys and values [b, kv heads, N, J, d] of the chains' earlier slots.
-        anchor: int64 [b, N].
-        seen: bool [J + 1], which of the own ones count, the present one last; None = all.
-        key, value: [b, kv heads, N, 1, d] of the present slot, once the layer was called.
-    """
-
-    context: Pair
-    own: Pair
-    anchor: Tensor
-    seen: Tensor | None
-    key: Any = None
-    value: Any = None
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Queries, keys and values of the present slot [b, heads, N, d] -> [b, heads, N, d]."""
-        self.key, self.value = key.unsqueeze(3), value.unsqueeze(3)
-        pairs = zip(self.own, (self.key, self.value), strict=True)
-        chain = tuple(torch.cat([earlier, new.to(earlier.dtype)], 3) for earlier, new in pairs)
-        return attend_chain(query, self.context, chain, self.anchor, self.seen, scale)  # type: ignore[arg-type]
 
 
 class _Enough(Exception):
@@ -78,7 +49,7 @@ def _attention(
         raise InputError(f"the target's layers attend with {beyond[0]}, which the mtp family lacks", fix=_OTHER)
     if attention_mask is _KEYS_ONLY:
         raise _Enough(key, value)
-    assert isinstance(attention_mask, Plan), "the layer changed the mask that it was given"
+    assert isinstance(attention_mask, CachedChains | PackedChains), "the layer changed the mask that it was given"
     return attention_mask.attend(query, key, value, scaling).transpose(1, 2), None
 
 
@@ -139,29 +110,32 @@ class Host:
         names = ("num_experts", "n_routed_experts", "num_local_experts")
         return next((int(n) for name in names if (n := getattr(self.config, name, None))), 0)
 
-    def keys_values(self, layer: nn.Module, x: Tensor, positions: Tensor) -> Pair:
+    def keys_values(self, layer: nn.Module, x: Tensor, positions: Tensor, turned: Any) -> Pair:
         """Inputs [b, t, H] at int64 [b, t] -> keys and values [b, kv heads, t, d]; no more is computed."""
         try:
-            self._call(layer, x, positions, _KEYS_ONLY)
+            self._call(layer, x, positions, turned, _KEYS_ONLY)
         except _Enough as found:
             return found.key, found.value
         raise AssertionError("the layer does not attend")
 
-    def run(self, layer: nn.Module, x: Tensor, positions: Tensor, plan: Plan) -> Tensor:
-        """Inputs [b, N, H] at int64 [b, N] -> the layer's output [b, N, H]."""
-        return self._call(layer, x, positions, plan)
+    def run(
+        self, layer: nn.Module, x: Tensor, positions: Tensor, turned: Any, chains: CachedChains | PackedChains
+    ) -> Tensor:
+        """Inputs [b, N, H] at int64 [b, N], `turned` there -> the layer's output [b, N, H]; `chains` attends."""
+        return self._call(layer, x, positions, turned, chains)
 
-    def _call(self, layer: nn.Module, x: Tensor, positions: Tensor, mask: Any) -> Tensor:
+    def _call(self, layer: nn.Module, x: Tensor, positions: Tensor, turned: Any, mask: Any) -> Tensor:
         out = layer(
             x,
             attention_mask=mask,
             position_ids=positions,
-            position_embeddings=self._turned(x, positions),
+            position_embeddings=turned,
             use_cache=False,
         )
         return out[0] if isinstance(out, tuple) else out
 
-    def _turned(self, x: Tensor, positions: Tensor) -> Pair:
+    def turned(self, x: Tensor, positions: Tensor) -> Any:
+        """What the target's rotary module says of int64 [b, t], in the type of x."""
         if x.device not in self._rotary:
             with torch.device("cpu"):
                 made = self._turns(config=self.config)

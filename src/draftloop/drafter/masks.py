@@ -1,12 +1,18 @@
-"""Who sees whom in packed drafting, and the attention that obeys it: a dense mask on the CPU, FlexAttention on CUDA."""
+"""Who sees whom in packed drafting, and the attention that obeys it.
+
+Blocks: a dense mask on the CPU, FlexAttention on CUDA. Chains: a dense mask, FlexAttention where it would be too large.
+"""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from draftloop.core.flex import TILE, flex, tiled_mask
 from draftloop.core.host import sent
@@ -96,8 +102,7 @@ def _extremes(anchor: Tensor) -> list[Tensor]:
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
     """Attention of [b, heads, q, d] over [b, kv heads, k, d] under a dense or a block mask."""
     if torch.is_autocast_enabled(query.device.type):
-        kind = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(kind), key.to(kind), value.to(kind)
+        query, key, value = (one.to(computed_in(query)) for one in (query, key, value))
     if isinstance(mask, Tensor):
         # the mask's kernel on the CPU has no grouped form: repeat keys and values for the query heads that share them
         group = query.shape[1] // key.shape[1]
@@ -116,13 +121,113 @@ def chain_rule(anchor: Tensor, owner: Tensor, row: Tensor, q: Tensor, k: Tensor)
     return torch.where(owner[k] < 0, (k > 0) & (k < anchor[row, q]), owner[k] == q)
 
 
+Pair = tuple[Tensor, Tensor]  # keys and values
+_NUMBERS = 1 << 28  # of a mask that is held whole: half a GiB in bfloat16
+
+
+class PackedChains:
+    """Attention of N chains a row in one packed pass, slot after slot; what they see is one mask for all slots.
+
+    Keys lie slot by slot behind the context, chain by chain in a slot: a later slot sees more of the same row.
+
+    Args:
+        anchor: int64 [b, N].
+        slots: K, how many there will be.
+    """
+
+    def __init__(self, anchor: Tensor, slots: int) -> None:
+        self._anchor, self._slots = anchor, slots
+        self._mask: Tensor | None = None
+
+    def begin(self, context: Pair) -> None:
+        """Begin chains over keys and values [b, kv heads, C, d] by slot of the cache; slot 0 is never seen."""
+        self._held, self._context = context, context[0].shape[2]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+        """The next slot.
+
+        Args:
+            query: [b, heads, N, d].
+            key, value: [b, kv heads, N, d], seen by their own chain from now on.
+            scale: of the scores; default 1 / sqrt(d).
+
+        Returns:
+            [b, heads, N, d].
+        """
+        kind = computed_in(query)
+        keys, values = (
+            torch.cat([held.to(kind), new.to(kind)], 2) for held, new in zip(self._held, (key, value), strict=True)
+        )
+        self._held = keys, values
+        (b, kv, length), (heads, n, d) = keys.shape[:3], query.shape[1:]
+        if query.is_cuda and b * heads // kv * n * (self._context + self._slots * n) > _NUMBERS:
+            return flex(query.to(kind), keys, values, self._tiled(length), scale)
+        if self._mask is None:
+            self._mask = self._numbers(heads // kv, kind)
+        grouped = query.to(kind).view(b, kv, heads // kv, n, d).flatten(2, 3)  # so no key is copied
+        mask = self._mask[..., :length]
+        with _steady(query.device):
+            found = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+        return found.unflatten(2, (-1, n)).flatten(1, 2)
+
+    def _owner(self) -> Tensor:
+        """int64 [C + K * N]: which chain a key is of, -1 for context."""
+        context = self._anchor.new_full((self._context,), -1)
+        return torch.cat([context, torch.arange(self._anchor.shape[1], device=context.device).repeat(self._slots)])
+
+    def _numbers(self, group: int, kind: torch.dtype) -> Tensor:
+        """[b, 1, group * N, C + K * N] to add to scores; rows are multiples of 16, or CUDA would pad them anew."""
+        (b, n), owner = self._anchor.shape, self._owner()
+        row, q, k = (torch.arange(size, device=owner.device) for size in (b, n, len(owner)))
+        seen = chain_rule(self._anchor, owner, row.view(-1, 1, 1), q.view(1, -1, 1), k)
+        hidden = F.pad(~seen, (0, -len(owner) % 16)).repeat(1, group, 1).unsqueeze(1)
+        return torch.zeros(hidden.shape, dtype=kind, device=owner.device).masked_fill_(hidden, torch.finfo(kind).min)
+
+    def _tiled(self, length: int) -> Any:
+        owner = self._owner()
+
+        def see(row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return chain_rule(self._anchor, owner, row, q, k)
+
+        n = self._anchor.shape[1]
+        tiles = chain_tiles(self._anchor, self._context, (length - self._context) // n)
+        return tiled_mask(see, *tiles, n, length)
+
+
+def _steady(device: torch.device) -> AbstractContextManager[None]:
+    """On CUDA only kernels that serve every length: cuDNN's are planned anew for each, and each slot's is another."""
+    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]) if device.type == "cuda" else nullcontext()
+
+
+@dataclass
+class CachedChains:
+    """Attention of one slot of N chains a row over a cache, in the same shapes whichever slot it is.
+
+    Attributes:
+        context: keys and values [b, kv heads, C, d] by slot of the cache; slot 0 is never seen.
+        own: keys and values [b, kv heads, N, J, d] of the chains' other slots.
+        anchor: int64 [b, N].
+        seen: bool [J + 1], which of the own ones count, the present one last.
+        key, value: [b, kv heads, N, 1, d] of the present slot, once it has attended.
+    """
+
+    context: Pair
+    own: Pair
+    anchor: Tensor
+    seen: Tensor
+    key: Any = None
+    value: Any = None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+        """As `PackedChains.attend`."""
+        self.key, self.value = key.unsqueeze(3), value.unsqueeze(3)
+        pairs = zip(self.own, (self.key, self.value), strict=True)
+        keys, values = (torch.cat([earlier, new.to(earlier.dtype)], 3) for earlier, new in pairs)
+        return attend_chain(query, self.context, (keys, values), self.anchor, self.seen, scale)
+
+
 def attend_chain(
-    query: Tensor,
-    context: tuple[Tensor, Tensor],
-    own: tuple[Tensor, Tensor],
-    anchor: Tensor,
-    seen: Tensor | None,
-    scale: float | None = None,
+    query: Tensor, context: Pair, own: Pair, anchor: Tensor, seen: Tensor, scale: float | None = None
 ) -> Tensor:
     """Attention of N chains a row over the context below their anchors and each over its own slots, in one softmax.
 
@@ -131,18 +236,16 @@ def attend_chain(
         context: keys and values [b, kv heads, C, d]; slot 0 is never seen.
         own: keys and values [b, kv heads, N, J, d].
         anchor: int64 [b, N].
-        seen: bool [J], which of the own ones count; None = all, which on CUDA takes FlexAttention.
+        seen: bool [J], which of the own ones count.
         scale: of the scores; default 1 / sqrt(d).
 
     Returns:
         [b, heads, N, d].
     """
+    kind = computed_in(query)
+    query = query.to(kind)
     if torch.is_autocast_enabled(query.device.type):
-        kind = torch.get_autocast_dtype(query.device.type)
-        query = query.to(kind)
         context, own = ((pair[0].to(kind), pair[1].to(kind)) for pair in (context, own))
-    if seen is None and query.is_cuda:
-        return _flex_chain(query, context, own, anchor, scale)
     b, heads, n, d = query.shape
     kv, length = context[0].shape[1:3]
     grouped = query.view(b, kv, heads // kv, n, d)  # the heads that share keys go into the length: none is copied
@@ -150,8 +253,7 @@ def attend_chain(
     near = torch.einsum("bhgnd,bhnjd->bhgnj", grouped, own[0])
     place = torch.arange(length, device=anchor.device)
     visible = (place > 0) & (place < anchor.unsqueeze(-1))
-    there = torch.ones(near.shape[-1], dtype=torch.bool, device=anchor.device) if seen is None else seen
-    mask = torch.cat([visible, there.expand(b, n, -1)], -1)[:, None, None]
+    mask = torch.cat([visible, seen.expand(b, n, -1)], -1)[:, None, None]
     scores = torch.cat([far, near], -1) * (d**-0.5 if scale is None else scale)
     scores = scores if scores.dtype == torch.float64 else scores.float()
     weight = scores.masked_fill(~mask, float("-inf")).softmax(-1).to(query.dtype)
@@ -160,21 +262,10 @@ def attend_chain(
     return (far + near).flatten(1, 2)
 
 
-def _flex_chain(
-    query: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], anchor: Tensor, scale: float | None
-) -> Tensor:
-    """The same by blocks: slot by slot, so that few blocks of the chains' own keys hold anything."""
-    n, length, slots = query.shape[2], context[0].shape[2], own[0].shape[3]
-    key, value = (
-        torch.cat([far, near.transpose(2, 3).flatten(2, 3)], 2) for far, near in zip(context, own, strict=True)
-    )
-    owner = torch.cat([anchor.new_full((length,), -1), torch.arange(n, device=anchor.device).repeat(slots)])
-
-    def see(row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return chain_rule(anchor, owner, row, q, k)
-
-    mask = tiled_mask(see, *chain_tiles(anchor, length, slots), n, length + n * slots)
-    return flex(query, key, value, mask, scale)
+def computed_in(like: Tensor) -> torch.dtype:
+    """The type that is computed in: autocast's, or the tensor's own."""
+    device = like.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else like.dtype
 
 
 def chain_tiles(anchor: Tensor, context: int, slots: int) -> tuple[Tensor, Tensor]:

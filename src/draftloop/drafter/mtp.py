@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from draftloop.core.errors import InputError
-from draftloop.drafter.chain import ChainDrafter, FixedChainCache
+from draftloop.drafter.chain import ChainDrafter, Chains, FixedChainCache
 from draftloop.drafter.dflash import RMSNorm
-from draftloop.drafter.host import Host, Pair, Plan, text_part
+from draftloop.drafter.host import Host, text_part
+from draftloop.drafter.masks import Pair, computed_in
 from draftloop.drafter.spec import DrafterSpec, shape_for
 from draftloop.recipe import DrafterPart
 
@@ -143,40 +144,39 @@ class MTP(ChainDrafter):
         """The target's hidden rows [..., H], as they are."""
         return features
 
-    def give(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's output [..., H] -> rows of the readout, and what the next slot takes."""
-        rows = self.norm(output)
-        return rows, rows if self.spec.feeds == "normed" else output
+    def give(self, output: Tensor) -> Tensor:
+        """As `ChainDrafter.give`: `feeds` says which side of the norm."""
+        return self.norm(output) if self.spec.feeds == "normed" else output  # type: ignore[no-any-return]
 
-    def join(self, state: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """State and embedding [..., H] -> the layer's input, which is what attention projects as well."""
-        x = self.fc(torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(state)], -1))
-        return x, x
+    def read(self, state: Tensor) -> Tensor:
+        """As `ChainDrafter.read`."""
+        return state if self.spec.feeds == "normed" else self.norm(state)  # type: ignore[no-any-return]
 
-    def _joined(self, state: Tensor, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def lift(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """As `ChainDrafter.lift`."""
         embedded = self._embedded(tokens)
         if self.spec.blank_first:
             embedded = embedded.masked_fill((positions == 0).unsqueeze(-1), 0)
-        return self.join(state, embedded)
+        return self.pre_fc_norm_embedding(embedded)  # type: ignore[no-any-return]
 
-    def keys_values(self, x: Tensor, positions: Tensor) -> Pair:
+    def turned(self, positions: Tensor, like: Tensor) -> Any:
+        """As the target turns its heads."""
+        return self.host.turned(like.new_empty(0, dtype=computed_in(like)), positions)
+
+    def _joined(self, state: Tensor, lifted: Tensor) -> Tensor:
+        """The layer's input [..., H]."""
+        return self.fc(torch.cat([lifted, self.pre_fc_norm_hidden(state)], -1))  # type: ignore[no-any-return]
+
+    def keys_values(self, state: Tensor, lifted: Tensor, positions: Tensor) -> Pair:
         """As the layer makes them."""
-        return self.host.keys_values(self.layers[0], x, positions)
+        return self._keys_values(self._joined(state, lifted), positions)
 
-    def advance(
-        self,
-        state: Tensor,
-        tokens: Tensor,
-        positions: Tensor,
-        anchor: Tensor,
-        context: Pair,
-        own: Pair,
-        seen: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As `ChainDrafter.advance`, by the target's code."""
-        plan = Plan(context, own, anchor, seen)
-        output = self.host.run(self.layers[0], self._joined(state, tokens, positions)[0], positions, plan)
-        return (*self.give(output), plan.key, plan.value)
+    def _keys_values(self, x: Tensor, positions: Tensor) -> Pair:
+        return self.host.keys_values(self.layers[0], x, positions, self.turned(positions, x))
+
+    def through(self, state: Tensor, lifted: Tensor, positions: Tensor, turn: Any, chains: Chains) -> Tensor:
+        """As `ChainDrafter.through`, by the target's code."""
+        return self.host.run(self.layers[0], self._joined(state, lifted), positions, turn, chains)
 
     def why_not_fixed(self) -> str:
         """Why it cannot draft with fixed shapes, as a clause; empty if it can."""
@@ -186,6 +186,6 @@ class MTP(ChainDrafter):
     def new_fixed_cache(self, rows: int, capacity: int) -> FixedChainCache:
         """As `ChainDrafter.new_fixed_cache`; how wide keys and values are, the layer says."""
         x = self.fc.weight.new_zeros(1, 1, self.spec.hidden_size)
-        key, value = self.keys_values(x, torch.zeros(1, 1, dtype=torch.int64, device=x.device))
+        key, value = self._keys_values(x, torch.zeros(1, 1, dtype=torch.int64, device=x.device))
         shapes = [(rows, one.shape[1], capacity, one.shape[3]) for one in (key, value)]
         return FixedChainCache(shapes[0], self.spec.hidden_size, self.fc.weight.detach(), shapes[1])

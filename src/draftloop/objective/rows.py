@@ -7,7 +7,8 @@ A row yields a single scalar, so its derivative with respect to its hidden row i
 computes both while the chunk's logits exist and keeps only the vector; backward is one multiplication. Nothing as wide
 as the vocabulary outlives its chunk, and no logits are computed twice. What else is asked of the same laws (how likely
 they find a given token) is read off in the same pass. A readout that is trained itself has a derivative as large as
-itself for every row: only the sum over rows is kept, for which backward computes each chunk's logits a second time.
+itself for every row: only the sum over rows is kept, for which backward computes each chunk's logits a second time,
+but for chunks that a GPU has plenty of memory to hold until then.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ _Compute = Callable[[Tensor, bool], tuple[Tensor, Tensor | None]]  # rows, diffe
 # On a CPU, larger tensors are mapped and page-faulted anew at every operation, which costs more than their arithmetic:
 # 512 rows of 49152 take 1.5x as long in one chunk; from 128 rows on, a larger vocabulary gains nothing either.
 _CPU_ROWS = 128
+
+_KEPT = 4  # tensors as wide as the vocabulary that autograd keeps of a chunk, at most (`_Chunk`)
 
 _GREEDY = Sampling()
 
@@ -166,12 +169,29 @@ def _rows_at_once(chunk: int, student: Tensor) -> int:
 
 
 def _by_checkpoints(question: Question, chunk: int, student: Tensor) -> Tensor:
-    """Values [n], differentiable in rows and readout; no chunk's logits are kept between forward and backward."""
+    """Values [n], differentiable in rows and readout.
+
+    The first chunks are kept between forward and backward as far as memory is plentiful; of the others no logits are.
+    """
     values = _Chunk(question)
+    kept = _spare(student.device) // (_KEPT * question.readout.weight.shape[0] * question.exact.itemsize)
     parts = [slice(start, start + chunk) for start in range(0, max(student.shape[0], 1), chunk)]
     return torch.cat(
-        [checkpoint(values, student[part], part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+        [
+            values(student[part], part)
+            if part.stop <= kept
+            else checkpoint(values, student[part], part, use_reentrant=False, preserve_rng_state=False)
+            for part in parts
+        ]
     )
+
+
+def _spare(device: torch.device) -> int:
+    """Bytes that may be held until backward: a quarter of what a GPU has free. Numbers do not depend on it."""
+    if device.type != "cuda":
+        return 0
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (torch.cuda.mem_get_info(device)[0] + cached) // 4
 
 
 def _by_chunks(question: Question, chunk: int, student: Tensor, differentiate: bool) -> tuple[Tensor, Tensor | None]:

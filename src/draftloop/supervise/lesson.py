@@ -6,6 +6,7 @@ Holds tensors; knows no drafter and no loss.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from draftloop.core.draws import key_of
+from draftloop.core.host import sent
 from draftloop.data.trunk import Trunk
 from draftloop.decode.trace import Generation, Step
 from draftloop.supervise.disk import TrunkFiles
@@ -90,6 +92,18 @@ def rolled_out(trunk: Trunk, generation: Generation) -> Lesson:
     return Lesson(trunk, generation.features, generation.hidden, tuple(generation.steps), generation.verified)
 
 
+def slots_at_once(target: Any) -> int:
+    """Slots of one forward, padding included: 4096; on a GPU a thousand for every 2 GiB beside the weights.
+
+    On a GPU a forward costs its launches first, so it takes as many as memory has plenty of room for, 16384 at least.
+    Told by all of the memory and not by what is free: a resumed run must share forwards as the first one did.
+    """
+    if target.device.type != "cuda":
+        return 4096
+    held = sum(parameter.nbytes for parameter in target.model.parameters())
+    return max(16384, (torch.cuda.get_device_properties(target.device).total_memory - held) >> 21)
+
+
 class FeatureStore:
     """Computes features of trunks once and keeps them within a budget; beyond it they go to disk, or are recomputed.
 
@@ -133,7 +147,14 @@ class FeatureStore:
             lesson.forget()
         self._kept, self._in_use, self._held, self._version = {}, {}, 0, self.target.version
         if self.files is not None:
-            where = (str(self.target.dtype), self.target.device.type, torch.__version__, version("transformers"))
+            shared = slots_at_once(self.target)  # what a row is computed beside moves its last bits
+            where = (
+                str(self.target.dtype),
+                self.target.device.type,
+                shared,
+                torch.__version__,
+                version("transformers"),
+            )
             kept = (self.keep_state, self.target.family.kept_as())
             self.files.open(self.target.fingerprint, self.taps, kept, where)
 
@@ -143,12 +164,12 @@ class FeatureStore:
         budget = self.budget + (self.files.budget if self.files is not None else 0)
         return self._held + sum(len(lesson.trunk) - 1 for lesson in lessons) * row <= budget
 
-    def fill(self, lessons: list[Lesson], tokens_at_once: int = 4096, together: bool = False) -> None:
+    def fill(self, lessons: list[Lesson], tokens_at_once: int | None = None, together: bool = False) -> None:
         """Give every lesson its features and hidden rows; lessons of similar length share a forward.
 
         Args:
             lessons: in use from now until they are released.
-            tokens_at_once: slots of one forward.
+            tokens_at_once: slots of one forward; default: `slots_at_once`.
             together: if the rows of one are missing on disk too, compute those of all that are missing in memory, so
                 that forwards are shared alike however much an earlier process left there.
 
@@ -161,13 +182,26 @@ class FeatureStore:
         self._in_use |= {id(one): one for one in lessons if not one.steps}
         if self.files is not None and not (together and not all(self.files.holds(one.trunk) for one in missing)):
             missing = [one for one in missing if not self._recall(one)]
-        start = 0
-        while start < len(missing):
-            end = start + 1
-            while end < len(missing) and len(missing[end].trunk) * (end + 1 - start) <= tokens_at_once:
-                end += 1
-            self._compute(missing[start:end])
-            start = end
+        for part in _shared(missing, tokens_at_once or slots_at_once(self.target)):
+            self._compute(part)
+
+    def read_ahead(self, lessons: list[Lesson]) -> Iterator[int]:
+        """Fill and release all of these, shortest first, a forward of many at a time.
+
+        Who shares a forward follows from the lessons and the device alone, so a resumed run has the very same rows.
+
+        Yields:
+            how many are done.
+
+        Raises:
+            EnvironmentFault: the disk is full.
+        """
+        done = 0
+        for part in _shared(sorted(lessons, key=lambda one: len(one.trunk)), slots_at_once(self.target)):
+            self.fill(part, together=True)
+            self.release(part)
+            done += len(part)
+            yield done
 
     @torch.no_grad()
     def _compute(self, lessons: list[Lesson]) -> None:
@@ -175,8 +209,8 @@ class FeatureStore:
         sizes = [len(lesson.trunk) - (0 if self.keep_state else 1) for lesson in lessons]
         ids = torch.zeros(len(lessons), max(sizes), dtype=torch.int64)
         for i, lesson in enumerate(lessons):
-            ids[i, : sizes[i]] = torch.tensor(lesson.trunk.tokens[: sizes[i]])
-        ids = ids.to(self.target.device)
+            ids[i, : sizes[i]] = lesson.text[: sizes[i]]
+        ids = sent(ids, self.target.device)
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         cache = self.target.new_cache(ids.shape[1])
         rows = self.target.extend(cache, ids, positions, self.taps)
@@ -266,3 +300,14 @@ class FeatureStore:
         """Remove what lies on disk."""
         if self.files is not None:
             self.files.remove()
+
+
+def _shared(lessons: list[Lesson], tokens_at_once: int) -> Iterator[list[Lesson]]:
+    """Lessons by length, ascending, in groups that share a forward."""
+    start = 0
+    while start < len(lessons):
+        end = start + 1
+        while end < len(lessons) and len(lessons[end].trunk) * (end + 1 - start) <= tokens_at_once:
+            end += 1
+        yield lessons[start:end]
+        start = end

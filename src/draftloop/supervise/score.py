@@ -17,7 +17,7 @@ from torch import Tensor
 from draftloop.core.blocks import Blocks
 from draftloop.core.host import sent
 from draftloop.core.tree import pack_branches, share_rows
-from draftloop.supervise.lesson import Lesson
+from draftloop.supervise.lesson import Lesson, slots_at_once
 from draftloop.supervise.propose import recorded_at, trunk_run
 
 
@@ -52,13 +52,12 @@ def scored_rows(target: Any, lessons: list[Lesson], blocks: Blocks, tokens_at_on
         lessons: the batch; one with a state of the target's present version is resumed, any other recomputed.
         blocks: what to score, on the target's device.
         tokens_at_once: slots of one forward, trunks and padding included; a trunk whose branches exceed it is visited
-            several times, and one longer than it goes alone. Default: 4096; on a GPU a thousand for every 2 GiB beside
-            the weights, 16384 at least.
+            several times, and one longer than it goes alone. Default: `slots_at_once`.
 
     Returns:
         [N, K, H]; rows that are not valid are zero.
     """
-    tokens_at_once = tokens_at_once or _at_once(target)
+    tokens_at_once = tokens_at_once or slots_at_once(target)
     plan = _Plan.of(lessons, blocks)
     kept = {i for i, one in enumerate(lessons) if one.state is not None and one.state.version == target.version}
     out = torch.zeros(*blocks.tokens.shape, target.hidden_size, dtype=target.dtype, device=target.device)
@@ -72,17 +71,6 @@ def scored_rows(target: Any, lessons: list[Lesson], blocks: Blocks, tokens_at_on
         for rows in share_rows([piece.slots for piece in pieces], tokens_at_once):
             _forward(target, lessons, plan, [[pieces[i] for i in row] for row in rows], resumed, out)
     return out
-
-
-def _at_once(target: Any) -> int:
-    """Slots of one forward: on a GPU it costs its launches first, so as many as memory has plenty of room for.
-
-    Told by all of the memory and not by what is free: a resumed run must share forwards as the first one did.
-    """
-    if target.device.type != "cuda":
-        return 4096
-    held = sum(parameter.nbytes for parameter in target.model.parameters())
-    return max(16384, (torch.cuda.get_device_properties(target.device).total_memory - held) >> 21)
 
 
 @dataclass(frozen=True)

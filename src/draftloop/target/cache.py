@@ -7,6 +7,7 @@ cropping; the mask alone decides what is visible. The model above is Hugging Fac
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class TrunkState:
     hidden: Tensor
     version: int
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the tensors held."""
         return self.hidden.nbytes + sum(part.nbytes for layer in self.layers for part in layer)

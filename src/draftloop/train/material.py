@@ -115,19 +115,15 @@ class Material:
     def read_ahead(self) -> None:
         """Compute the features of all fixed trunks at once where the budget holds them.
 
-        In a fixed order, so that a resumed run has the very same numbers; what does not fit is computed lesson by
-        lesson.
+        What does not fit is computed lesson by lesson.
         """
         fixed = any(stage.trunks == "fixed" for stage in self.recipe.stages)
         wanted = [one for name, part in self.lessons.items() if name != "train" or fixed for one in part]
         if not self.store.fits(wanted):
             return
         with Progress("read the trunks", len(wanted), unit="trunks", silent=self.quiet) as progress:
-            for start in range(0, len(wanted), 32):
-                part = wanted[start : start + 32]
-                self.store.fill(part, together=True)
-                self.store.release(part)
-                progress.update(start + len(part))
+            for done in self.store.read_ahead(wanted):
+                progress.update(done)
 
     def overlap(self) -> Overlap:
         """N-grams that the test prompts share with the training prompts."""
