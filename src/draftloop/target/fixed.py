@@ -198,29 +198,38 @@ def compiled(
     """
     made: dict[type, Any] = {}
 
+    def run(module: nn.Module) -> Callable[..., Any]:
+        return partial(made.setdefault(type(module), compiler(type(module).forward)), module)
+
     def forward(layer: nn.Module, part: _FixedLayer) -> Callable[..., Any]:
-        run = made.setdefault(type(layer), compiler(type(layer).forward))
+        whole = run(layer)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if cache_name in kwargs:
                 kwargs[cache_name] = part  # a layer asks the cache for its own number: it need not be compiled for each
-            return run(layer, *args, **kwargs)
+            return whole(*args, **kwargs)
 
         return call
 
     many = torch._dynamo.config.patch(  # type: ignore[attr-defined]  # every batch size is a shape of its own
-        recompile_limit=256, accumulated_recompile_limit=4096, fail_on_recompile_limit_hit=True
-    )
+        recompile_limit=256, accumulated_recompile_limit=4096, fail_on_recompile_limit_hit=True,
+        skip_nnmodule_hook_guards=False,  # a hook that comes or goes inside a layer is seen
+    )  # fmt: skip
     others = [one for one in base.children() if one is not layers and not isinstance(one, nn.Embedding | nn.ModuleList)]
+    ours: list[nn.Module] = []
     try:
         for other in others:
-            other.forward = partial(made.setdefault(type(other), compiler(type(other).forward)), other)
+            if "forward" not in vars(other):  # else somebody has patched it, and what he wrote runs as it is
+                other.forward = run(other)
+                ours.append(other)
         for layer, part in zip(layers, kept.layers, strict=True):
-            layer.forward = forward(layer, part)
+            if "forward" not in vars(layer):
+                layer.forward = forward(layer, part)
+                ours.append(layer)
         with many, joined.in_place() if joined is not None else nullcontext():
             yield
     finally:
-        for one in (*layers, *others):
+        for one in ours:
             one.__dict__.pop("forward", None)
 
 
