@@ -155,6 +155,23 @@ def test_idle_rows_leave_no_trace(target, requests):
         agree(decode(target, None, requests[:3], options), made)
 
 
+@pytest.mark.parametrize("kernel", ["sdpa", "matmul"])
+@pytest.mark.parametrize("way", ["greedy", "ratio"])
+def test_what_the_last_text_left_in_a_row_is_gone(target, requests, half_learned, way, kernel):
+    """A text whose states overflowed spoils no later one. Fails if target's or drafter's cache keeps its numbers."""
+    options = Options(max_new_tokens=8, batch_size=2, **WAYS[way])
+    for drafter in (None, half_learned):
+        engine = GraphEngine(target, drafter, options, rows=2, longest=40, kernel=kernel)
+        held = [part for layer in engine.rows.cache.layers for part in (layer.keys, layer.values)]
+        if drafter is not None:
+            held += [*engine.rows.context._keys, *engine.rows.context._values]
+        for part in held:
+            part.fill_(float("nan"))
+        made = [Generation(request.ids) for request in requests[:5]]
+        list(engine.decode(requests[:5], made))
+        agree(decode(target, drafter, requests[:5], options), made)
+
+
 def test_a_text_may_fill_the_context_to_the_last_token(target):
     asked = requests_of([target.context_limit - 9, target.context_limit - 12], target.vocab_size)
     options = Options(max_new_tokens=9)

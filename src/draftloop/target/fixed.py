@@ -100,12 +100,17 @@ class FixedCache(WholeCache):
         self.layers = []
 
     def admit(self, rows: Tensor, prompts: RowCache) -> None:
-        """Let new texts into `rows` (int64 [m]): what `prompts` holds of its m texts, up to its span."""
+        """Let new texts into `rows` (int64 [m]): what `prompts` holds of its m texts, up to its span.
+
+        What the last text left behind it goes: kernels weigh it with nothing, which of an infinity makes no number.
+        """
+        span = prompts.span
         for mine, theirs in zip(self.layers, prompts.layers, strict=True):
             if not mine.is_initialized:
                 mine.lazy_initialization(theirs.keys[:1].expand(len(self.row), -1, -1, -1), theirs.values)
-            mine.keys[rows, :, : prompts.span] = theirs.keys[:, :, : prompts.span]
-            mine.values[rows, :, : prompts.span] = theirs.values[:, :, : prompts.span]
+            for kept, new in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+                kept[rows, :, :span] = new[:, :, :span]
+                kept[rows, :, span:] = 0
 
 
 def _attend(
