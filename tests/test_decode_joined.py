@@ -106,6 +106,21 @@ def loaded(target) -> None:
     target.model.load_state_dict(state, strict=False)
 
 
+@pytest.mark.parametrize("head", [lambda old: old, lambda old: nn.Linear(old.in_features, old.out_features)])
+def test_a_head_that_was_given_another_weight_is_read(head):
+    """Eagerly and by a held engine. Fails if the readout keeps the parameter that it was made with."""
+    target = with_eos(load_target(tiny_model()), *EOS)
+    asked = asked_of(target)
+    engine = engine_of(target)
+    before = decode(target, None, asked, engine.options)
+    target.model.lm_head = head(target.model.lm_head).requires_grad_(False)
+    target.model.lm_head.weight = nn.Parameter(-target.model.lm_head.weight.detach().clone(), requires_grad=False)
+    now = decode(target, None, asked, engine.options)
+    assert [made.tokens for made in now] != [made.tokens for made in before]
+    agree(decode(with_eos(load_target(target.model), *EOS), None, asked, engine.options), now)
+    agree(now, decoded(engine, asked))
+
+
 @pytest.mark.parametrize("change", [scaled, replaced, pointed_elsewhere, other_module, loaded])
 def test_no_weight_is_ever_stale(change, monkeypatch):
     """However weights change between two calls, the next call decodes as the eager loop does; without `refresh` not."""
