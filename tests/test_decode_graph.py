@@ -117,6 +117,20 @@ def test_one_engine_serves_many_calls(target, requests, half_learned):
         agree(decode(target, half_learned, asked, replace(options, engine="eager")), made)
 
 
+def test_a_call_that_another_took_the_rows_from_says_so(target, requests):
+    """Two generators of one engine share its rows. Fails if the first goes on with the second's texts."""
+    options = Options(max_new_tokens=40, batch_size=2, engine="graph")
+    decoder = Decoder(target, None, options, requests)
+    first, second = ([Generation(request.ids) for request in requests[:3]] for _ in range(2))
+    one, two = decoder.rounds(requests[:3], first), decoder.rounds(requests[:3], second)
+    next(one)
+    next(two)
+    with pytest.raises(InputError, match="another call.*Decoder"):
+        list(one)
+    list(two)
+    agree(decode(target, None, requests[:3], replace(options, engine="eager")), second)
+
+
 def test_it_streams_what_it_decodes(target, requests, half_learned):
     options = Options(max_new_tokens=9, sampling=Sampling(1.0), batch_size=3, engine="graph")
     made = [Generation(request.ids) for request in requests]

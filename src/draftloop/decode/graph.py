@@ -96,6 +96,7 @@ class GraphEngine:
             raise InputError(why, where=target.name, fix="Use the kernel matmul or sdpa.")
         self._joined = target.join() if self.compiler is not None and (fuses if join is None else join) else None
         self._captured: list[Any] = []
+        self._call: object = None  # the latest
         self._on_gpu = target.device.type == "cuda"
         self.count = rows
         self._graph: Any = None
@@ -180,7 +181,22 @@ class GraphEngine:
     # the host's side -------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def decode(self, requests: Sequence[Request], results: list[Generation]) -> Iterator[list[Commit]]:
-        """Continue every request; yield what each round (or each prefill) committed, as the host learns of it."""
+        """Continue every request; yield what each round (or each prefill) committed, as the host learns of it.
+
+        Raises:
+            InputError: a later call took the rows from this one, which had not ended.
+        """
+        call = self._call = object()
+        for commits in self._continue(requests, results):
+            yield commits
+            if self._call is not call:
+                raise InputError(
+                    "another call took the rows of this engine before this one had ended",
+                    where=self.target.name,
+                    fix="Exhaust one call before the next begins, or give each a Decoder of its own.",
+                )
+
+    def _continue(self, requests: Sequence[Request], results: list[Generation]) -> Iterator[list[Commit]]:
         self.rows.done.fill_(True)
         self._renew()
         waiting = deque(sorted(range(len(requests)), key=lambda i: len(requests[i].ids)))  # little padding
