@@ -94,6 +94,8 @@ class GraphEngine:
         self.kernel: Kernel = kernel or _kernel(target, rows, longest, fuses)
         if self.kernel == "flash" and (why := why_not_flash(target.device, target.dtype)):
             raise InputError(why, where=target.name, fix="Use the kernel matmul or sdpa.")
+        if self.kernel == "flash":
+            target.check_flash(longest + drafted + 1)
         self._joined = target.join() if self.compiler is not None and (fuses if join is None else join) else None
         self._captured: list[Any] = []
         self._call: object = None  # the latest

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from draftloop.core.errors import InputError
 from draftloop.target.cache import RowCache, _RowLayer
-from draftloop.target.flash import bounds, check_pieces, flash
+from draftloop.target.flash import bounds, flash
 from draftloop.target.implementation import attending_by
 from draftloop.target.joined import Joined
 
@@ -70,26 +70,14 @@ class FixedCache(WholeCache):
         self.row = torch.arange(rows, device=like.device).unsqueeze(1)
         self.kernel: Kernel = "sdpa"
         self.bounds: Callable[[Tensor], Tensor] = bounds
-        self._checked = False
 
     def fit(self, masks: Any) -> Any:
         """Bool [rows, 1, t, span] -> what attention reads.
 
         That is what it adds to its scores, [rows, 1, group * t, span]; for the kernel flash, the `bounds`.
-
-        Raises:
-            InputError: the kernel flash cannot say what a mask shows.
         """
-        if self.kernel == "flash" and not self._checked:
-            # once, in a forward that no graph captures: asking the device would break a capture
-            for mask in masks.values() if isinstance(masks, dict) else (masks,):
-                check_pieces(mask)
-            self._checked = True
-        return self._fit(masks)
-
-    def _fit(self, masks: Any) -> Any:
         if isinstance(masks, dict):
-            return {kind: self._fit(mask) for kind, mask in masks.items()}
+            return {kind: self.fit(mask) for kind, mask in masks.items()}
         if self.kernel == "flash":
             return self.bounds(masks)
         bias = torch.zeros_like(masks, dtype=self.dtype).masked_fill_(~masks, float("-inf"))
