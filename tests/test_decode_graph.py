@@ -17,6 +17,7 @@ from draftloop.decode import fixed, graph
 from draftloop.decode.graph import GraphEngine
 from draftloop.decode.loop import Decoder, decode, engine_of, rounds
 from draftloop.decode.trace import Generation, Options
+from draftloop.target.fixed import FixedCache, _attend
 from draftloop.target.load import load_target
 from tests.stand_ins import EOS, WAYS, requests_of, scripts_of, trained_drafter, with_eos
 from tests.tiny import tiny_drafter, tiny_model, tiny_target
@@ -97,6 +98,23 @@ def test_other_kinds_of_attention(kind, changes, kernel):
     made = [Generation(request.ids) for request in asked]
     list(engine.decode(asked, made))
     agree(decode(target, drafter, asked, options), made)
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "matmul"])
+def test_float16_scores_that_exceed_it_before_they_are_scaled(kernel):
+    """Keys with a large bias, as Qwen2's: fails if products of float16 are scaled when they have overflowed."""
+    made = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 9, 64, generator=made) for heads in (4, 2, 2))
+    query, key = (query + 40).half(), (key + 40).half()  # 64 * 40 * 40 is beyond float16, an eighth of it is not
+    seen = torch.ones(9, 9, dtype=torch.bool).tril().view(1, 1, 9, 9)
+    kept = FixedCache(1, 1, 9, 2, query)
+    kept.kernel = kernel
+    found, _ = _attend(torch.nn.Module(), query, key, value.half(), kept.fit(seen), kernel=kernel)
+    key, value = (one.double().repeat_interleave(2, 1) for one in (key, value.half()))
+    want = torch.nn.functional.scaled_dot_product_attention(query.double(), key, value, attn_mask=seen).transpose(1, 2)
+    assert bool(found.isfinite().all())
+    # the scores' own rounding, to 8 of some 13000, is what float16 has; a single key is exact
+    assert float((found[:, 0] - want[:, 0]).abs().max()) < 1e-3
 
 
 def test_layers_of_two_kinds():

@@ -20,7 +20,7 @@ from torch import Tensor
 from draftloop.core.errors import EnvironmentFault, InputError
 from draftloop.decode.fixed import FixedRows, lines
 from draftloop.decode.trace import Commit, Generation, Options, Request, Step
-from draftloop.target.fixed import Kernel
+from draftloop.target.fixed import Kernel, check_flash
 from draftloop.target.flash import why_not_flash
 
 LOOK_EVERY = 8  # rounds in a piece; a row that ended stands idle for at most two pieces
@@ -95,7 +95,7 @@ class GraphEngine:
         if self.kernel == "flash" and (why := why_not_flash(target.device, target.dtype)):
             raise InputError(why, where=target.name, fix="Use the kernel matmul or sdpa.")
         if self.kernel == "flash":
-            target.check_flash(longest + drafted + 1)
+            check_flash(target, longest + drafted + 1)
         self._joined = target.join() if self.compiler is not None and (fuses if join is None else join) else None
         self._captured: list[Any] = []
         self._call: object = None  # the latest

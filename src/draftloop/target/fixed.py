@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from draftloop.core.errors import InputError
 from draftloop.target.cache import RowCache, _RowLayer
-from draftloop.target.flash import bounds, flash
+from draftloop.target.flash import bounds, check_pieces, flash
 from draftloop.target.implementation import attending_by
 from draftloop.target.joined import Joined
 
@@ -128,7 +128,7 @@ def _attend(
     """
     b, heads, t, width = query.shape
     stacked = t if kernel == "flash" else heads // key.shape[1] * t
-    wanted = [name for name in ("softcap", "position_bias", "s_aux") if more.get(name) is not None]
+    wanted = [name for name in ("softcap", "position_bias", "s_aux", "sinks") if more.get(name) is not None]
     if wanted or attention_mask is None or attention_mask.shape[2] != stacked:
         raise InputError(
             f"the model's attention asks for {wanted[0] if wanted else 'masks of its own'}, which fixed shapes lack",
@@ -141,8 +141,9 @@ def _attend(
     if kernel == "sdpa":
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
     else:  # spreads a single text over the whole GPU, and fuses with its neighbours when compiled
-        scores = torch.matmul(query, key.transpose(2, 3)) * scale + attention_mask
-        wide = torch.float32 if scores.dtype == torch.bfloat16 else scores.dtype
+        # scaled first: in float16 a product that has overflowed cannot be
+        scores = torch.matmul(query * scale, key.transpose(2, 3)) + attention_mask
+        wide = scores.dtype if scores.dtype == torch.float64 else torch.float32
         out = torch.matmul(scores.softmax(-1, dtype=wide).to(value.dtype), value)
     return out.reshape(b, heads, t, -1).transpose(1, 2).contiguous(), None
 
@@ -234,3 +235,15 @@ def why_not_fixed(config: Any) -> str:
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     kinds = {part.get("rope_type") for part in parts} & {"dynamic", "longrope"}
     return f"its rotary positions ({kinds.pop()}) change with the length of the text" if kinds else ""
+
+
+def check_flash(target: Any, capacity: int) -> None:
+    """Ask whether intervals say what a target's masks show, near the beginning of a text and far from it.
+
+    Raises:
+        InputError: they do not, and the kernel flash would show more.
+    """
+    here = torch.arange(capacity, device=target.device)[:: max(1, capacity // 64)].unsqueeze(0)
+    masks = target.family.text_masks(WholeCache(0, capacity).aim(here), here)
+    for mask in masks.values() if isinstance(masks, dict) else (masks,):
+        check_pieces(mask)

@@ -25,7 +25,6 @@ from draftloop.core.tree import Packed, Tree
 from draftloop.target.attention import AttentionFamily, Masks
 from draftloop.target.cache import RowCache, TrunkState
 from draftloop.target.fixed import FixedCache, Kernel, WholeCache, attending_fixed, compiled, why_not_fixed
-from draftloop.target.flash import check_pieces
 from draftloop.target.flex import attending_flex, chosen, flex_fault
 from draftloop.target.joined import AT_MOST, Joined, joined_bytes
 
@@ -172,17 +171,6 @@ class Target:
     def new_prompt_cache(self, capacity: int) -> WholeCache:
         """An empty cache for prompts of which the longest has `capacity` tokens."""
         return WholeCache(self.num_layers, capacity)
-
-    def check_flash(self, capacity: int) -> None:
-        """Ask whether intervals say what this model's masks show, near the beginning of a text and far from it.
-
-        Raises:
-            InputError: they do not, and the kernel flash would show more.
-        """
-        here = torch.arange(capacity, device=self.device)[:: max(1, capacity // 64)].unsqueeze(0)
-        masks = self.family.text_masks(WholeCache(0, capacity).aim(here), here)
-        for mask in masks.values() if isinstance(masks, dict) else (masks,):
-            check_pieces(mask)
 
     def join(self) -> Joined | None:
         """What of its layers can be one product (see `joined`); None where nothing can, or it would take too much."""
