@@ -130,6 +130,14 @@ def test_inverse_cdf_finds_the_group_and_then_the_token(size):
     assert inverse_cdf(masses.log().float(), u).tolist() == alone
 
 
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 700])
+@pytest.mark.parametrize("nothing", [math.nan, -INF])
+def test_inverse_cdf_of_no_probability_is_still_a_token(size, nothing):
+    """A drafter may give no number at all. Fails if a last group that is not whole is taken for whole."""
+    got = inverse_cdf(torch.full((2, size), nothing), torch.tensor([LEAST, MOST]).double())
+    assert got.tolist() == [size - 1] * 2
+
+
 def test_inverse_cdf_over_a_large_float32_vocabulary():
     """Rounding must not leave the mass of a long vocabulary short of 1, nor pick what was filtered."""
     logits = torch.randn(64, 50_000, generator=torch.Generator().manual_seed(1)) * 2

@@ -154,6 +154,19 @@ def test_the_engine_decodes_what_the_eager_loop_decodes(kind, changes, compiles)
         agree(decode(target, drafter, asked, options), made)
 
 
+def test_a_mask_with_a_hole_far_from_the_beginning_is_refused(monkeypatch):
+    """A window that also shows the first token: one piece until the window has left it. Fails if only the start is asked."""
+    target = tiny_target("mistral", sliding_window=20)
+    monkeypatch.setattr(type(target.family), "text_masks", lambda self, seen, positions: with_first(seen, positions))
+
+    def with_first(seen: Tensor, positions: Tensor) -> Tensor:
+        return seen & (seen_by(positions, seen.shape[-1], 20) | (torch.arange(seen.shape[-1], device=seen.device) < 1))
+
+    with pytest.raises(InputError, match=r"holes.*matmul"):
+        GraphEngine(target, None, Options(8), rows=1, longest=60, kernel="flash")
+    GraphEngine(target, None, Options(8), rows=1, longest=19, kernel="flash")
+
+
 @pytest.mark.skipif(GPU, reason="a graph is captured there, which is proof enough")
 def test_a_round_asks_the_device_for_nothing():
     target = with_eos(tiny_target(layers=1), *EOS)

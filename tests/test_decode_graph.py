@@ -17,6 +17,7 @@ from draftloop.decode import fixed, graph
 from draftloop.decode.graph import GraphEngine
 from draftloop.decode.loop import Decoder, decode, engine_of, rounds
 from draftloop.decode.trace import Generation, Options
+from draftloop.target.fixed import FixedCache, _attend
 from draftloop.target.load import load_target
 from tests.stand_ins import EOS, WAYS, requests_of, scripts_of, trained_drafter, with_eos
 from tests.tiny import tiny_drafter, tiny_model, tiny_target
@@ -99,6 +100,23 @@ def test_other_kinds_of_attention(kind, changes, kernel):
     agree(decode(target, drafter, asked, options), made)
 
 
+@pytest.mark.parametrize("kernel", ["sdpa", "matmul"])
+def test_float16_scores_that_exceed_it_before_they_are_scaled(kernel):
+    """Keys with a large bias, as Qwen2's: fails if products of float16 are scaled when they have overflowed."""
+    made = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 9, 64, generator=made) for heads in (4, 2, 2))
+    query, key = (query + 40).half(), (key + 40).half()  # 64 * 40 * 40 is beyond float16, an eighth of it is not
+    seen = torch.ones(9, 9, dtype=torch.bool).tril().view(1, 1, 9, 9)
+    kept = FixedCache(1, 1, 9, 2, query)
+    kept.kernel = kernel
+    found, _ = _attend(torch.nn.Module(), query, key, value.half(), kept.fit(seen), kernel=kernel)
+    key, value = (one.double().repeat_interleave(2, 1) for one in (key, value.half()))
+    want = torch.nn.functional.scaled_dot_product_attention(query.double(), key, value, attn_mask=seen).transpose(1, 2)
+    assert bool(found.isfinite().all())
+    # the scores' own rounding, to 8 of some 13000, is what float16 has; a single key is exact
+    assert float((found[:, 0] - want[:, 0]).abs().max()) < 1e-3
+
+
 def test_layers_of_two_kinds():
     """Full and sliding layers side by side: one mask for each."""
     target = with_eos(tiny_target("qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=2), *EOS)
@@ -115,6 +133,20 @@ def test_one_engine_serves_many_calls(target, requests, half_learned):
         made = [Generation(request.ids) for request in asked]
         list(decoder.rounds(asked, made))
         agree(decode(target, half_learned, asked, replace(options, engine="eager")), made)
+
+
+def test_a_call_that_another_took_the_rows_from_says_so(target, requests):
+    """Two generators of one engine share its rows. Fails if the first goes on with the second's texts."""
+    options = Options(max_new_tokens=40, batch_size=2, engine="graph")
+    decoder = Decoder(target, None, options, requests)
+    first, second = ([Generation(request.ids) for request in requests[:3]] for _ in range(2))
+    one, two = decoder.rounds(requests[:3], first), decoder.rounds(requests[:3], second)
+    next(one)
+    next(two)
+    with pytest.raises(InputError, match="another call.*Decoder"):
+        list(one)
+    list(two)
+    agree(decode(target, None, requests[:3], replace(options, engine="eager")), second)
 
 
 def test_it_streams_what_it_decodes(target, requests, half_learned):
@@ -153,6 +185,23 @@ def test_idle_rows_leave_no_trace(target, requests):
         made = [Generation(request.ids) for request in requests[:3]]
         list(engine.decode(requests[:3], made))
         agree(decode(target, None, requests[:3], options), made)
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "matmul"])
+@pytest.mark.parametrize("way", ["greedy", "ratio"])
+def test_what_the_last_text_left_in_a_row_is_gone(target, requests, half_learned, way, kernel):
+    """A text whose states overflowed spoils no later one. Fails if target's or drafter's cache keeps its numbers."""
+    options = Options(max_new_tokens=8, batch_size=2, **WAYS[way])
+    for drafter in (None, half_learned):
+        engine = GraphEngine(target, drafter, options, rows=2, longest=40, kernel=kernel)
+        held = [part for layer in engine.rows.cache.layers for part in (layer.keys, layer.values)]
+        if drafter is not None:
+            held += [*engine.rows.context._keys, *engine.rows.context._values]
+        for part in held:
+            part.fill_(float("nan"))
+        made = [Generation(request.ids) for request in requests[:5]]
+        list(engine.decode(requests[:5], made))
+        agree(decode(target, drafter, requests[:5], options), made)
 
 
 def test_a_text_may_fill_the_context_to_the_last_token(target):

@@ -22,8 +22,12 @@ from tests.test_decode_graph import Counting, agree
 from tests.tiny import tiny_drafter, tiny_model, tiny_target
 
 
+def engine_options() -> Options:
+    return Options(max_new_tokens=8, sampling=Sampling(1.0), rule="ratio", batch_size=3)
+
+
 def engine_of(target, drafter=None, counting=None, **more):
-    options = Options(max_new_tokens=8, sampling=Sampling(1.0), rule="ratio", batch_size=3)
+    options = engine_options()
     compiler = partial(torch.compile, dynamic=False, backend=counting or Counting())
     return GraphEngine(target, drafter, options, rows=3, longest=40, kernel="matmul", compiler=compiler, **more)
 
@@ -102,6 +106,21 @@ def loaded(target) -> None:
     target.model.load_state_dict(state, strict=False)
 
 
+@pytest.mark.parametrize("head", [lambda old: old, lambda old: nn.Linear(old.in_features, old.out_features)])
+def test_a_head_that_was_given_another_weight_is_read(head):
+    """Eagerly and by a held engine. Fails if the readout keeps the parameter that it was made with."""
+    target = with_eos(load_target(tiny_model()), *EOS)
+    asked = asked_of(target)
+    engine = engine_of(target)
+    before = decode(target, None, asked, engine.options)
+    target.model.lm_head = head(target.model.lm_head).requires_grad_(False)
+    target.model.lm_head.weight = nn.Parameter(-target.model.lm_head.weight.detach().clone(), requires_grad=False)
+    now = decode(target, None, asked, engine.options)
+    assert [made.tokens for made in now] != [made.tokens for made in before]
+    agree(decode(with_eos(load_target(target.model), *EOS), None, asked, engine.options), now)
+    agree(now, decoded(engine, asked))
+
+
 @pytest.mark.parametrize("change", [scaled, replaced, pointed_elsewhere, other_module, loaded])
 def test_no_weight_is_ever_stale(change, monkeypatch):
     """However weights change between two calls, the next call decodes as the eager loop does; without `refresh` not."""
@@ -118,6 +137,56 @@ def test_no_weight_is_ever_stale(change, monkeypatch):
     change(target)
     with pytest.raises(AssertionError):
         agree(decode(target, None, asked, engine.options), decoded(engine, asked))
+
+
+def patched(target) -> None:
+    layer = target._layers[1]
+    layer.forward = lambda *args, **kwargs: -1.5 * type(layer).forward(layer, *args, **kwargs)
+
+
+def norm_patched(target) -> None:
+    norm = target._base.norm
+    norm.forward = lambda x: -type(norm).forward(norm, x)
+
+
+def hooked(target) -> None:
+    target._layers[1].mlp.down_proj.register_forward_hook(lambda module, inputs, output: -3 * output)
+
+
+class Adapted(nn.Linear):
+    """A layer that an adapter wrapped."""
+
+    def forward(self, x):
+        return -2 * super().forward(x)
+
+
+def adapted(target) -> None:
+    for layer in target._layers:
+        old = layer.mlp.down_proj
+        layer.mlp.down_proj = Adapted(old.in_features, old.out_features, bias=False)
+        layer.mlp.down_proj.weight = old.weight
+
+
+@pytest.mark.parametrize("when", ["before", "between two calls", "between two engines"])
+@pytest.mark.parametrize("change", [patched, norm_patched, hooked, adapted])
+def test_what_others_do_to_a_layer_counts_and_stays(change, when):
+    """Fails if a compiled layer takes the place of a patched one, its end takes the patch away, or a hook is not seen."""
+    target = with_eos(load_target(tiny_model()), *EOS)
+    asked = asked_of(target)
+    engine = engine_of(target) if when != "before" else None
+    before = decode(target, None, asked, engine_options())
+    if engine is not None:
+        agree(before, decoded(engine, asked))
+        recorded = engine._recorded()
+        assert recorded == engine._recorded()
+    change(target)
+    patches = [vars(one).get("forward") for one in target.model.modules()]
+    if engine is not None:
+        assert recorded != engine._recorded()  # so a CUDA graph is captured anew
+    now = decode(target, None, asked, engine_options())
+    assert [made.tokens for made in now] != [made.tokens for made in before]
+    agree(now, decoded(engine if when == "between two calls" else engine_of(target), asked))
+    assert [vars(one).get("forward") for one in target.model.modules()] == patches
 
 
 def test_the_model_stays_as_it_was(tmp_path):

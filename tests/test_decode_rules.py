@@ -103,6 +103,21 @@ def test_the_bound_of_chunks_is_no_boundary():
 
 
 @pytest.mark.parametrize("rule", ["match", "ratio"])
+def test_a_drafter_that_gives_no_numbers_costs_speed_and_nothing_else(rule):
+    """Every token is drawn from p, with any u. Fails if a residual that is no number is drawn from."""
+    n, v = 400, 5
+    p = torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0], dtype=torch.float64).log()
+    readout = Readout(torch.eye(v, dtype=torch.float64))
+    q = Law(torch.full((n, v), math.nan, dtype=torch.float64), readout, Sampling(1.0))
+    u = ((torch.arange(n) + 0.5) / n).double().unsqueeze(1)
+    tokens, log_q = q.draw(u[:, 0])
+    target = Law(p.clamp(min=-1e9).expand(2 * n, v), readout, Sampling(1.0))
+    verdict = verify(rule, Proposal(tokens.unsqueeze(1), log_q.unsqueeze(1), q), target, Coins(u.expand(n, 2), u, u))
+    assert verdict.accepted.tolist() == [0] * n
+    assert torch.bincount(verdict.token, minlength=v).tolist() == [160, 120, 80, 40, 0]
+
+
+@pytest.mark.parametrize("rule", ["match", "ratio"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_without_drafts_every_rule_draws_the_same_token(rule, temperature):
     law = Law(torch.randn(5, 4, dtype=torch.float64), Readout(torch.eye(4, dtype=torch.float64)), Sampling(temperature))

@@ -198,7 +198,7 @@ def inverse_cdf(log_probs: Tensor, uniform: Tensor) -> Tensor:
         uniform: float64 [n] in (0, 1).
 
     Returns:
-        int64 [n]; never a token of probability 0.
+        int64 [n]; never a token of probability 0. A row without any probability (all -inf, or NaN) gives the last one.
     """
     mass = log_probs.exp()
     size = mass.shape[-1]
@@ -213,7 +213,7 @@ def inverse_cdf(log_probs: Tensor, uniform: Tensor) -> Tensor:
     tokens = group * _GROUP + torch.arange(min(_GROUP, size), device=mass.device)
     near = mass.gather(-1, tokens.clamp(max=size - 1)).double().masked_fill(tokens >= size, 0.0)
     place = _first_beyond(near, near.cumsum(-1), level - below)
-    return (group * _GROUP + place).squeeze(-1)
+    return (group * _GROUP + place).clamp(max=size - 1).squeeze(-1)
 
 
 def _first_beyond(mass: Tensor, running: Tensor, level: Tensor) -> Tensor:

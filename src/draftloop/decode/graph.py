@@ -20,7 +20,7 @@ from torch import Tensor
 from draftloop.core.errors import EnvironmentFault, InputError
 from draftloop.decode.fixed import FixedRows, lines
 from draftloop.decode.trace import Commit, Generation, Options, Request, Step
-from draftloop.target.fixed import Kernel
+from draftloop.target.fixed import Kernel, check_flash
 from draftloop.target.flash import why_not_flash
 
 LOOK_EVERY = 8  # rounds in a piece; a row that ended stands idle for at most two pieces
@@ -94,8 +94,11 @@ class GraphEngine:
         self.kernel: Kernel = kernel or _kernel(target, rows, longest, fuses)
         if self.kernel == "flash" and (why := why_not_flash(target.device, target.dtype)):
             raise InputError(why, where=target.name, fix="Use the kernel matmul or sdpa.")
+        if self.kernel == "flash":
+            check_flash(target, longest + drafted + 1)
         self._joined = target.join() if self.compiler is not None and (fuses if join is None else join) else None
-        self._captured: list[int] = []
+        self._captured: list[Any] = []
+        self._call: object = None  # the latest
         self._on_gpu = target.device.type == "cuda"
         self.count = rows
         self._graph: Any = None
@@ -128,17 +131,23 @@ class GraphEngine:
     def _fixed(self) -> AbstractContextManager[None]:
         return self.target.fixed(self.rows.cache, self.kernel, self.compiler, self._joined)
 
-    def _weights(self) -> list[int]:
-        """Where the weights stand that a graph reads."""
+    def _recorded(self) -> list[Any]:
+        """What a graph goes on doing whatever becomes of the models: their modules, hooks, and where weights stand."""
         drafter = self.rows.drafter
-        modules = (self.target.model, *((drafter,) if hasattr(drafter, "parameters") else ()))
-        return [weight.data_ptr() for module in modules for weight in module.parameters()]
+        models = (self.target.model, *((drafter,) if hasattr(drafter, "parameters") else ()))
+        found: list[Any] = []
+        for module in (module for model in models for module in model.modules()):
+            hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+            held = (*module._parameters.values(), *module._buffers.values())
+            found += [module, vars(module).get("forward"), *hooks]
+            found += [None if one is None else one.data_ptr() for one in held]
+        return found
 
     def _renew(self) -> None:
         """Decode with the weights as they are now. All rows are idle."""
         if self._joined is not None:
             self._joined.refresh()
-        if self._graph is not None and self._weights() != self._captured:  # replaced, not written over
+        if self._graph is not None and self._recorded() != self._captured:  # replaced, not written over
             self._graph.reset()
             self._graph = None
             self.rows.at.zero_()
@@ -169,12 +178,27 @@ class GraphEngine:
             with torch.cuda.graph(graph):
                 self.rows.turn()
             _forget_workspaces()
-        self._graph, self._captured = graph, self._weights()
+        self._graph, self._captured = graph, self._recorded()
 
     # the host's side -------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def decode(self, requests: Sequence[Request], results: list[Generation]) -> Iterator[list[Commit]]:
-        """Continue every request; yield what each round (or each prefill) committed, as the host learns of it."""
+        """Continue every request; yield what each round (or each prefill) committed, as the host learns of it.
+
+        Raises:
+            InputError: a later call took the rows from this one, which had not ended.
+        """
+        call = self._call = object()
+        for commits in self._continue(requests, results):
+            yield commits
+            if self._call is not call:
+                raise InputError(
+                    "another call took the rows of this engine before this one had ended",
+                    where=self.target.name,
+                    fix="Exhaust one call before the next begins, or give each a Decoder of its own.",
+                )
+
+    def _continue(self, requests: Sequence[Request], results: list[Generation]) -> Iterator[list[Commit]]:
         self.rows.done.fill_(True)
         self._renew()
         waiting = deque(sorted(range(len(requests)), key=lambda i: len(requests[i].ids)))  # little padding

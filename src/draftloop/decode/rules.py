@@ -149,8 +149,10 @@ def _ratio(proposal: Proposal, target: Law, coins: Coins, chunk: int = 32) -> Ve
         place = (torch.arange(start, start + n, device=r.device) * k + r).clamp(max=(start + n) * k - 1)
         q = proposal.law.rows(place).log_probs().double().exp()
         left = (p - q).clamp(min=0)
-        # rounding can reject where p = q and leave nothing: then any draw from p is right
-        weight = torch.where((full | (left.sum(-1) <= 0)).unsqueeze(-1), p, left)
+        # rounding can reject where p = q and leave nothing: then any draw from p is right; so it is where q is no
+        # number, for no draft from such a row is ever accepted
+        some = left.sum(-1) > 0
+        weight = torch.where((full | ~some).unsqueeze(-1), p, left)
         last = coins.residual[start : start + n].gather(1, r.clamp(max=k - 1).unsqueeze(1)).squeeze(1)
         bonus = coins.target[start : start + n].gather(1, r.unsqueeze(1)).squeeze(1)
         uniform = torch.where(full, bonus, last)

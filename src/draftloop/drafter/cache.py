@@ -70,3 +70,4 @@ class FixedDraftCache(DraftCache):
                 assert kept is not None
                 assert new is not None
                 kept[rows, :, :width] = new[:, :, :width].to(kept.dtype)
+                kept[rows, :, width:] = 0  # of the last text: weighed with nothing, an infinity makes no number

@@ -70,26 +70,14 @@ class FixedCache(WholeCache):
         self.row = torch.arange(rows, device=like.device).unsqueeze(1)
         self.kernel: Kernel = "sdpa"
         self.bounds: Callable[[Tensor], Tensor] = bounds
-        self._checked = False
 
     def fit(self, masks: Any) -> Any:
         """Bool [rows, 1, t, span] -> what attention reads.
 
         That is what it adds to its scores, [rows, 1, group * t, span]; for the kernel flash, the `bounds`.
-
-        Raises:
-            InputError: the kernel flash cannot say what a mask shows.
         """
-        if self.kernel == "flash" and not self._checked:
-            # once, in a forward that no graph captures: asking the device would break a capture
-            for mask in masks.values() if isinstance(masks, dict) else (masks,):
-                check_pieces(mask)
-            self._checked = True
-        return self._fit(masks)
-
-    def _fit(self, masks: Any) -> Any:
         if isinstance(masks, dict):
-            return {kind: self._fit(mask) for kind, mask in masks.items()}
+            return {kind: self.fit(mask) for kind, mask in masks.items()}
         if self.kernel == "flash":
             return self.bounds(masks)
         bias = torch.zeros_like(masks, dtype=self.dtype).masked_fill_(~masks, float("-inf"))
@@ -100,12 +88,17 @@ class FixedCache(WholeCache):
         self.layers = []
 
     def admit(self, rows: Tensor, prompts: RowCache) -> None:
-        """Let new texts into `rows` (int64 [m]): what `prompts` holds of its m texts, up to its span."""
+        """Let new texts into `rows` (int64 [m]): what `prompts` holds of its m texts, up to its span.
+
+        What the last text left behind it goes: kernels weigh it with nothing, which of an infinity makes no number.
+        """
+        span = prompts.span
         for mine, theirs in zip(self.layers, prompts.layers, strict=True):
             if not mine.is_initialized:
                 mine.lazy_initialization(theirs.keys[:1].expand(len(self.row), -1, -1, -1), theirs.values)
-            mine.keys[rows, :, : prompts.span] = theirs.keys[:, :, : prompts.span]
-            mine.values[rows, :, : prompts.span] = theirs.values[:, :, : prompts.span]
+            for kept, new in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+                kept[rows, :, :span] = new[:, :, :span]
+                kept[rows, :, span:] = 0
 
 
 def _attend(
@@ -135,7 +128,7 @@ def _attend(
     """
     b, heads, t, width = query.shape
     stacked = t if kernel == "flash" else heads // key.shape[1] * t
-    wanted = [name for name in ("softcap", "position_bias", "s_aux") if more.get(name) is not None]
+    wanted = [name for name in ("softcap", "position_bias", "s_aux", "sinks") if more.get(name) is not None]
     if wanted or attention_mask is None or attention_mask.shape[2] != stacked:
         raise InputError(
             f"the model's attention asks for {wanted[0] if wanted else 'masks of its own'}, which fixed shapes lack",
@@ -148,8 +141,9 @@ def _attend(
     if kernel == "sdpa":
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
     else:  # spreads a single text over the whole GPU, and fuses with its neighbours when compiled
-        scores = torch.matmul(query, key.transpose(2, 3)) * scale + attention_mask
-        wide = torch.float32 if scores.dtype == torch.bfloat16 else scores.dtype
+        # scaled first: in float16 a product that has overflowed cannot be
+        scores = torch.matmul(query * scale, key.transpose(2, 3)) + attention_mask
+        wide = scores.dtype if scores.dtype == torch.float64 else torch.float32
         out = torch.matmul(scores.softmax(-1, dtype=wide).to(value.dtype), value)
     return out.reshape(b, heads, t, -1).transpose(1, 2).contiguous(), None
 
@@ -198,29 +192,38 @@ def compiled(
     """
     made: dict[type, Any] = {}
 
+    def run(module: nn.Module) -> Callable[..., Any]:
+        return partial(made.setdefault(type(module), compiler(type(module).forward)), module)
+
     def forward(layer: nn.Module, part: _FixedLayer) -> Callable[..., Any]:
-        run = made.setdefault(type(layer), compiler(type(layer).forward))
+        whole = run(layer)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if cache_name in kwargs:
                 kwargs[cache_name] = part  # a layer asks the cache for its own number: it need not be compiled for each
-            return run(layer, *args, **kwargs)
+            return whole(*args, **kwargs)
 
         return call
 
     many = torch._dynamo.config.patch(  # type: ignore[attr-defined]  # every batch size is a shape of its own
-        recompile_limit=256, accumulated_recompile_limit=4096, fail_on_recompile_limit_hit=True
-    )
+        recompile_limit=256, accumulated_recompile_limit=4096, fail_on_recompile_limit_hit=True,
+        skip_nnmodule_hook_guards=False,  # a hook that comes or goes inside a layer is seen
+    )  # fmt: skip
     others = [one for one in base.children() if one is not layers and not isinstance(one, nn.Embedding | nn.ModuleList)]
+    ours: list[nn.Module] = []
     try:
         for other in others:
-            other.forward = partial(made.setdefault(type(other), compiler(type(other).forward)), other)
+            if "forward" not in vars(other):  # else somebody has patched it, and what he wrote runs as it is
+                other.forward = run(other)
+                ours.append(other)
         for layer, part in zip(layers, kept.layers, strict=True):
-            layer.forward = forward(layer, part)
+            if "forward" not in vars(layer):
+                layer.forward = forward(layer, part)
+                ours.append(layer)
         with many, joined.in_place() if joined is not None else nullcontext():
             yield
     finally:
-        for one in (*layers, *others):
+        for one in ours:
             one.__dict__.pop("forward", None)
 
 
@@ -232,3 +235,15 @@ def why_not_fixed(config: Any) -> str:
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     kinds = {part.get("rope_type") for part in parts} & {"dynamic", "longrope"}
     return f"its rotary positions ({kinds.pop()}) change with the length of the text" if kinds else ""
+
+
+def check_flash(target: Any, capacity: int) -> None:
+    """Ask whether intervals say what a target's masks show, near the beginning of a text and far from it.
+
+    Raises:
+        InputError: they do not, and the kernel flash would show more.
+    """
+    here = torch.arange(capacity, device=target.device)[:: max(1, capacity // 64)].unsqueeze(0)
+    masks = target.family.text_masks(WholeCache(0, capacity).aim(here), here)
+    for mask in masks.values() if isinstance(masks, dict) else (masks,):
+        check_pieces(mask)

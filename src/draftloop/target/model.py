@@ -11,7 +11,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -51,7 +51,6 @@ class Target:
     Attributes:
         model: the Hugging Face causal LM, in eval mode, frozen.
         tokenizer: its tokenizer, or None for a bare module.
-        readout: logits from hidden rows.
         eos_ids: tokens that end a response.
         context_limit: longest text that it can score exactly.
         version: counts weight changes (`touch`); it keys features, trunk states and traces.
@@ -75,7 +74,7 @@ class Target:
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self._base, self._layers = base, layers
-        self.readout, self.family = readout, family
+        self._readout, self.family = readout, family
         self.eos_ids = tuple(eos_ids)
         self.context_limit = context_limit
         self.name = name
@@ -85,6 +84,18 @@ class Target:
         self.engine = "auto"
         self._reads_early = True  # whether the last layer's output may be cut down to the slots that are read
         self._cache_name = "cache" if "cache" in inspect.signature(base.forward).parameters else "past_key_values"
+
+    @property
+    def readout(self) -> Readout:
+        """Logits from hidden rows, by the weight that the model's head has now: it may have been given another."""
+        head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
+        if head.weight is not self._readout.weight:
+            self._readout = replace(self._readout, weight=head.weight, bias=head.bias)
+        return self._readout
+
+    @readout.setter
+    def readout(self, readout: Readout) -> None:
+        self._readout = readout
 
     @property
     def config(self) -> Any:
