@@ -4,8 +4,9 @@
 
 CLASS is one of glm4_moe, deepseek_v3, qwen3_next, qwen3_5, qwen3_5_moe. Shapes are small, but such as vLLM's CPU
 kernels take: heads of 32, DeepSeek's latent of 512 + 64, Gated DeltaNet's heads of 128. Tokenizer, vocabulary and chat
-template are the embedded target's. The random model then learns the packaged training prompts for a minute or two, so
-that its greedy text is not one token over and over, and a head that learns its answers has something to foresee. It is
+template are the embedded target's. The random model then learns for a minute or two to answer the packaged training
+prompts by themselves, so that its greedy text is not the same few tokens over and over, and a head that learns its
+answers has something to foresee. It is
 of no use but for parity (docs/engines.md), and no figure about speed or quality comes from it.
 """
 
@@ -102,7 +103,7 @@ def add_head(target: Any, out: Path, seed: int) -> None:
     with torch.no_grad():
         for weight in head.parameters():
             if weight.dim() == 1:
-                weight.add_(0.5 * torch.randn(weight.shape, generator=draw))
+                weight.mul_(torch.randn(weight.shape, generator=draw).exp())
     file = out / "model.safetensors"
     write_tensors(file, {**read_tensors(file), **tensors_of(head, torch.float32, out)[0]})
 
@@ -112,7 +113,12 @@ def make(kind: str, out: Path, *, steps: int, lr: float, seed: int) -> None:
     tokenizer = load_tokenizer("smollm2")
     model = new_model(kind, tokenizer, seed)
     prompts = read_prompts(["builtin:train"], Path("."))
-    texts = [encode_prompt(tokenizer, list(p.question), template_kwargs={}) for p in prompts]
+    texts = [
+        encode_prompt(tokenizer, list(p.question), template_kwargs={})
+        + tokenizer.encode(p.question[-1]["content"], add_special_tokens=False)
+        + [tokenizer.eos_token_id]
+        for p in prompts
+    ]
     loss = learn(model, texts, steps, lr, seed)
     model.eval().requires_grad_(False)
     setattr(model.config, depth_key(model.config.model_type), 1)
@@ -128,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=tuple(CLASSES), metavar="CLASS")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=120, help="of eight prompts each (default 120)")
+    parser.add_argument("--steps", type=int, default=400, help="of eight prompts each (default 400)")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

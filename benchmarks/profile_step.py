@@ -38,6 +38,7 @@ from draftloop.learn import update
 from draftloop.objective.terms import needs_teacher
 from draftloop.recipe import DrafterPart, OptimiserPart, StagePart
 from draftloop.supervise import batch
+from draftloop.supervise.drafting import training_products
 from draftloop.supervise.lesson import FeatureStore, Lesson
 from draftloop.target.load import load_target
 from draftloop.train.material import command, hardware, versions
@@ -57,6 +58,7 @@ def step_of(target: Any, drafter: Any, lessons: list[Lesson], method: str, optio
     drafter.train().requires_grad_(True)
     optimiser = DrafterOptimiser(drafter.named_parameters(), OptimiserPart())
 
+    @training_products(precision)
     def step() -> None:
         scored = batch.supervise(
             stage, lessons, [0] * len(lessons), target=target, drafter=drafter, store=store, seed=0,

@@ -217,11 +217,14 @@ def inverse_cdf(log_probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _first_beyond(mass: Tensor, running: Tensor, level: Tensor) -> Tensor:
-    """int64 [n, 1]: first place of [n, m] whose running sum exceeds the level [n, 1]; none of mass 0."""
-    place = torch.searchsorted(running, level, right=True)
-    # rounding may point behind the last place that has any mass
-    last = mass.shape[-1] - 1 - (mass > 0).flip(-1).to(torch.int8).argmax(-1, keepdim=True)
-    return torch.minimum(place, last)
+    """int64 [n, 1]: first place of [n, m] with mass whose running sum exceeds the level, else the last with mass.
+
+    Asked of every place, not searched for: sums that a GPU takes in parallel need not rise where nothing is added.
+    """
+    there = mass > 0
+    beyond = there & (running > level)
+    last = mass.shape[-1] - 1 - there.flip(-1).to(torch.int8).argmax(-1, keepdim=True)
+    return torch.where(beyond.any(-1, keepdim=True), beyond.to(torch.int8).argmax(-1, keepdim=True), last)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from draftloop.learn.update import Learnt, confidence_weight, differentiate
 from draftloop.objective.terms import needs_teacher
 from draftloop.recipe import StagePart, StopPart
 from draftloop.supervise.batch import Scored, supervise
+from draftloop.supervise.drafting import training_products
 from draftloop.supervise.lesson import Lesson
 from draftloop.supervise.rollout import load_rollout, roll_out, save_rollout
 from draftloop.train.checkpoint import Best, State, save
@@ -205,7 +206,7 @@ class StageRun:
 
     def _gradient(self, step: int) -> Learnt:
         try:
-            with compiling(f"stage {self.part.name}"):
+            with compiling(f"stage {self.part.name}"), training_products(self.material.precision):
                 parts = [self._batch(step, i) for i in range(self.part.accumulate)]
                 batches = [batch for batch in parts if batch is not None]
                 learnt = differentiate(
