@@ -136,6 +136,22 @@ def test_evaluate_names_a_missing_prompt_file(refused, toy, tmp_path):
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.parametrize("how", [[], ["--offline"], ["--decode"]])
+def test_evaluate_names_the_prompt_that_is_too_long(refused, toy, tmp_path, how):
+    """The user's file and options, before anything is answered. Fails if the cache's file or a recipe's key is named."""
+    (tmp_path / "p.jsonl").write_text(
+        json.dumps({"prompt": "short"}) + "\n" + json.dumps({"prompt": "long " * 300}) + "\n", encoding="utf-8"
+    )
+    command = ["evaluate", toy / "drafter", "--target", toy / "target", "--dtype", "float32", "-p", tmp_path / "p.jsonl",
+               *(how if "--decode" in how else [*how, "--cache", tmp_path / "c"])]  # fmt: skip
+    told = refused(*command, "--max-new-tokens", 16)
+    assert_names(told, "p.jsonl:2", "do not fit into the target's context of 256")
+    assert "data." not in told
+    told = refused(*command, "--max-new-tokens", 99999999)
+    assert_names(told, "max_new_tokens", "99999999 new tokens do not fit")
+    assert not (tmp_path / "c").exists()
+
+
 def test_a_damaged_checkpoint(capsys, toy, tmp_path):
     command = ["train", toy / "recipe.yaml", "evaluate.decode_prompts=0", "evaluate.audit_prompts=0", "--out",
                tmp_path / "run", "--json"]  # fmt: skip

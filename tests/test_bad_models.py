@@ -3,6 +3,7 @@ command, nothing written."""
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 import subprocess
@@ -82,6 +83,14 @@ def test_a_target_that_lacks_a_tensor(broken, copy):
 def test_a_broken_config(broken, copy):
     (copy / "config.json").write_text("{", encoding="utf-8")
     assert_names(broken(), copy)
+
+
+@pytest.mark.parametrize("value", [None, [1]])
+def test_a_config_with_a_value_of_a_wrong_type(broken, copy, value):
+    """Fails if only the first line of the complaint is told, which ends in a colon."""
+    config = json.loads((copy / "config.json").read_text(encoding="utf-8"))
+    (copy / "config.json").write_text(json.dumps({**config, "hidden_size": value}), encoding="utf-8")
+    assert_names(broken(), copy, "Field 'hidden_size' expected int", "Correct its config.json")
 
 
 def test_a_tokenizer_with_more_tokens(broken, copy):

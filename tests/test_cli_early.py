@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -99,8 +101,42 @@ def test_where_nothing_can_be_written_is_told_first(call, toy, no_target, tmp_pa
     (tmp_path / "file").write_text("in the way")
     for command in commands(toy, out=tmp_path / "file"):
         status, _, err = call(*command)
-        assert status == 3, (command, err)
-        assert f"{tmp_path / 'file'}: cannot write" in err, command
+        assert status == 2, (command, err)
+        assert f"{tmp_path / 'file'}: this is a file, not a folder" in err, command
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="a folder in which the root user cannot write either")
+def test_where_even_root_cannot_write_is_told_first(call, toy, no_target):
+    """Fails if permissions are asked instead of the system."""
+    status, _, err = call("evaluate", toy / "drafter", "-t", toy / "target", "-o", "/proc/there/rows.jsonl")
+    assert (status, "/proc: cannot write" in err) == (3, True), err
+
+
+def test_a_name_or_a_number_that_cannot_be_meant_is_told_first(call, toy, no_target, tmp_path):
+    for words, given in {
+        "none: this stands for plain decoding": ["none"],
+        "--top-p: 0 is not above 0 and at most 1": [toy / "drafter", "--top-p", 0],
+        "--top-p: 1.5 is not": [toy / "drafter", "--compare", "none", "--top-p", 1.5],
+        "--confidence: nan is not above 0": [toy / "drafter", "--confidence", "nan"],
+        "--confidence: 2 is not": [toy / "drafter", "--confidence", 2],
+        f"{tmp_path}: this is a folder": [toy / "drafter", "--out", tmp_path],
+    }.items():
+        status, _, err = call("evaluate", "-t", toy / "target", "-p", toy / "test.jsonl", *given)
+        assert (status, words in err) == (2, True), err
+
+
+def test_a_wrong_prompt_file_costs_no_import_of_torch():
+    """Fails if the API, or torch, is imported before the files are looked at."""
+    script = (
+        "import sys; from draftloop.cli import main\n"
+        "try: main(['evaluate', 'bundled', *sys.argv[1:], '-p', 'nowhere.jsonl'])\n"
+        "except SystemExit as done: assert done.code == 2\n"
+        "assert 'torch' not in sys.modules"
+    )
+    for more in ([], ["--compare", "none"]):
+        done = subprocess.run([sys.executable, "-c", script, *more], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "there is no such prompt file" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -112,6 +148,10 @@ def test_where_nothing_can_be_written_is_told_first(call, toy, no_target, tmp_pa
         (["--decode-prompts", 4], "--decode-prompts has no effect without --compare"),
         (["--decode", "--cache", "x"], "--cache has no effect with --decode, which keeps no answers"),
         (["--compare", "none", "--rule", "match"], "--rule has no effect at temperature 0"),
+        (["--engine", "eager"], "--engine has no effect where nothing is decoded but answers that are not kept yet"),
+        (["--compare", "none", "--decode-prompts", 0, "--engine", "graph"],
+         "--engine has no effect where nothing is decoded but answers that are not kept yet"),
+        (["--decode", "--engine", "graph"], ""),
         (["--offline", "--temperature", 1, "--rule", "ratio", "--top-k", 5], ""),
         (["--decode", "--batch-size", 2], ""),
         (["--compare", "none", "--temperature", 0, "--temperature", 1, "--rule", "ratio", "--batch-size", 2], ""),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from dataclasses import fields
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from rich.console import Console
 
 import draftloop
 from draftloop.cli import main
@@ -19,6 +21,7 @@ from draftloop.data.trunk import response_trunk
 from draftloop.drafter.build import new_drafter
 from draftloop.drafter.families import spec_for
 from draftloop.evaluate import compare as room
+from draftloop.evaluate.table import comparison_tables
 from draftloop.evaluate.tau import acceptance, paired
 from draftloop.recipe import DrafterPart
 from tests.toy_run import toy_checkpoint, toy_prompts
@@ -189,6 +192,25 @@ def test_a_table_rows_and_a_picture(call, toy, tmp_path):
     status, _, err = call(toy / "a", toy / "b", "--out", out)
     assert status == 2
     assert "not overwritten" in err
+
+
+@pytest.mark.parametrize(("count", "said"), [(1, "speed of 1 prompt,"), (4, "speed of 4 prompts,")])
+def test_speeds_that_cannot_be_believed_are_told(toy, tmp_path, target, drafters, count, said):
+    """Few prompts, and a round that costs less than a plain step. Fails if either is printed as if it were sure."""
+    found, _ = compared(target, drafters, toy, tmp_path, decode_prompts=count)
+
+    def told(cost):
+        for standing in found.contests[0].standings:
+            standing.speed["round_cost"] = cost
+        console = Console(width=80, file=io.StringIO())
+        console.print(comparison_tables(found))
+        return " ".join(console.file.getvalue().split())
+
+    sure, unsure = told(1.3), told(0.82)
+    assert said in sure
+    assert ("Speeds from 1 prompt are noise" in sure) == (count == 1)
+    assert ("1.30 " in sure, "measurement noise" in sure) == (True, False)
+    assert ("0.82* " in unsure, "cannot be: measurement noise" in unsure) == (True, True)
 
 
 def test_the_lookup_without_weights_is_compared_by_its_name(call, toy, tmp_path):

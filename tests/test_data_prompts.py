@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,12 @@ class TestShapes:
 
     def test_the_richest_of_several_keys_is_read_and_null_is_absent(self, tmp_path):
         row = {"prompt": "Hi", "messages": [USER, BOT], "turns": None, "conversations": None, "id": None, "tools": None}
-        assert read_row(tmp_path, row).messages == (USER, BOT)
+        with pytest.warns(UserWarning, match="rows hold messages and prompt; messages is read"):
+            assert read_row(tmp_path, row).messages == (USER, BOT)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert read_row(tmp_path, row).messages == (USER, BOT)  # said once of a file
+            assert read_row(tmp_path, {"prompt": "Hi", "messages": None}).messages
 
     @pytest.mark.parametrize("said", list(ROLES))
     def test_every_role_is_known(self, tmp_path, said):
@@ -130,8 +136,10 @@ class TestBadRows:
         [
             ({"text": "a", "question": "b"}, "none of messages, conversations, turns, prompt; it has question, text"),
             ({}, "no fields at all"),
-            ({"prompt": None}, "it has prompt"),
-            ({"prompt": 3}, "prompt is a number"),
+            ({"prompt": None}, "prompt is null"),
+            ({"messages": None, "id": "a"}, "messages is null"),
+            ({"prompt": 3}, "prompt is a number, not text"),
+            ({"prompt": float("nan")}, "prompt is a number, not text"),
             ({"prompt": True}, "prompt is true/false"),
             ({"prompt": {"a": 1}}, "prompt is an object"),
             ({"prompt": "  \n"}, "prompt is empty"),
@@ -195,8 +203,9 @@ class TestBadRows:
             (b'"a"', "line 3 is text"),
             (b"3", "line 3 is a number"),
             (b"null", "line 3 is null"),
-            (b"[" * 100_000, "line 3 is not JSON"),
-            (b'{"n": ' + b"9" * 5000 + b"}", "line 3 is not JSON"),
+            (b"[" * 100_000, "line 3 is nested too deeply"),
+            (b'{"n": ' + b"[" * 90_000 + b"]" * 90_000 + b"}", "line 3 is nested too deeply"),
+            (b'{"n": ' + b"9" * 5000 + b"}", "line 3 holds a number of too many digits"),
             (b'{"prompt": "\xff"}', "line 3 is not UTF-8 (byte 13)"),
             (b'{"prompt": "\\ud83d"}', "line 3 holds half of a surrogate pair"),
         ],

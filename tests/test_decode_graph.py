@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftloop.core.errors import EnvironmentFault, InputError
 from draftloop.core.law import Sampling
-from draftloop.decode import fixed, graph
+from draftloop.decode import fixed, graph, loop
 from draftloop.decode.graph import GraphEngine
 from draftloop.decode.loop import Decoder, decode, engine_of, rounds
 from draftloop.decode.trace import Generation, Options
@@ -296,6 +297,22 @@ def test_the_engine_is_the_options_then_the_targets_then_the_devices(target):
     assert engine_of(twin, None, Options(engine="eager")) == "eager"
     with pytest.raises(InputError, match="no engine 'quick'"):
         Options(engine="quick")
+
+
+@pytest.mark.parametrize(("engine", "says"), [("graph", "a CPU has no CUDA graphs"), ("fused", "minutes on a CPU")])
+@pytest.mark.parametrize("by_target", [False, True])
+def test_an_engine_made_for_a_gpu_says_on_a_cpu_what_it_does(requests, engine, says, by_target):
+    """Before anything is built, once; `eager` says nothing. Fails if `Target.engine` (a recipe's) is not looked at."""
+    twin, options = with_eos(tiny_target(), *EOS), Options(max_new_tokens=9, engine="auto" if by_target else engine)
+    twin.engine = engine
+    loop._tell.cache_clear()
+    with pytest.warns(UserWarning, match=says):
+        Decoder(twin, None, options, requests)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Decoder(twin, None, options, requests)
+        loop._tell.cache_clear()
+        Decoder(twin, None, replace(options, engine="eager"), requests)
 
 
 def test_positions_that_change_with_the_length_are_refused():

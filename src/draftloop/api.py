@@ -24,7 +24,7 @@ from draftloop.decode.trace import Generation, Options, Request
 from draftloop.drafter.build import for_decoding
 from draftloop.evaluate import audit as _audit
 from draftloop.evaluate import speed as _speed
-from draftloop.evaluate.answers import evaluation_trunks
+from draftloop.evaluate.answers import check_lengths, evaluation_trunks
 from draftloop.evaluate.compare import compare
 from draftloop.evaluate.offline import offline
 from draftloop.evaluate.tau import Acceptance, Paired, Response, Tally, acceptance, paired
@@ -266,6 +266,7 @@ def evaluate(
         return Evaluation(
             acceptance(found[0]), "offline", None, compared, tuple(_rows("offline", one) for one in found)
         )
+    check_lengths(target, read, max_new_tokens, template_kwargs or {})
     requests = _requests(target, [list(p.question) for p in read], template_kwargs or {}, read)
     named = [(p.id, p.set, request) for p, request in zip(read, requests, strict=True)]
     plain, timed = _speed.compare(target, [("drafter", served)], named, options, advance=advance)

@@ -16,7 +16,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from draftloop.core.errors import InputError
 from draftloop.core.version import VERSION
+from draftloop.evaluate import PLAIN
 from draftloop.formats.bundled_drafter import named_folder
 
 app = typer.Typer(
@@ -41,6 +43,19 @@ EngineName = Annotated[
     typer.Option("--engine", help="How texts are decoded; auto = graph on CUDA where it can be, else eager."),
 ]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python that comes with the checkpoint.")]
+
+
+def above_zero(context: typer.Context, param: typer.CallbackParam, value: float | None) -> float | None:
+    """Of an option whose value is above 0 and at most 1, as its help says; checked before anything is loaded.
+
+    Raises:
+        InputError: it is not.
+    """
+    if value is not None and not 0 < value <= 1:
+        raise InputError(
+            f"{value:g} is not above 0 and at most 1", where=param.opts[0], fix="Name a share or leave it out."
+        )
+    return value
 
 
 def _version(wanted: bool) -> None:
@@ -81,7 +96,6 @@ def engine_target(name: str | None) -> str | None:
     Raises:
         InputError: it is written like a path, and there is no checkpoint.
     """
-    from draftloop.core.errors import InputError
     from draftloop.target.embedded import embedded_target
     from draftloop.target.load import EMBEDDED
 
@@ -96,6 +110,11 @@ def engine_target(name: str | None) -> str | None:
         what = "the folder has no config.json" if local.is_dir() else "there is no such target folder"
         raise InputError(what, where=name, fix="Give --target the target's checkpoint folder or its hub id.")
     return name
+
+
+def is_plain(name: str | Path) -> bool:
+    """Whether a drafter's name is the word for plain decoding; a folder of that name comes first."""
+    return str(name) == PLAIN and not Path(name).exists()
 
 
 def drafter_folder(path: Path) -> Path:

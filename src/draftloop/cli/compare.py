@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from draftloop.cli.app import drafter_folder, say
+from draftloop.cli.app import drafter_folder, is_plain, say
 from draftloop.cli.early import check_inputs
 from draftloop.cli.rows import head_of, row_writer
 from draftloop.core.errors import InputError
@@ -33,18 +33,18 @@ def compare(
     **options: Any,
 ) -> None:
     """Load, compare, print, draw; `options` are those of `draftloop.evaluate.compare.compare`."""
-    from draftloop import api
+    _check_names(names)
+    drafting = [name for name in names if not is_plain(name)]
+    picture = plot or (out.with_suffix(".png") if out else cache / PICTURE)
+    check_inputs(drafting, prompts, options["limit"], out=out, folders=[cache, picture.parent])
+    from draftloop import api  # here, for it takes long to import and what is wrong should be told at once
     from draftloop.evaluate.plot import plot_comparison
     from draftloop.evaluate.table import comparison_tables
     from draftloop.train.progress import reporting
 
-    _check_names(names)
-    drafting = [name for name in names if not _is_plain(name)]
-    picture = plot or (out.with_suffix(".png") if out else cache / PICTURE)
-    check_inputs(drafting, prompts, options["limit"], out=out, folders=[cache, picture.parent])
     loaded = api.load_target(target, dtype=dtype, trust_remote_code=trust_remote_code)
     loaded.engine = engine
-    drafters = {name: None if _is_plain(name) else api.load_drafter(_folder(name), loaded) for name in names}
+    drafters = {name: None if is_plain(name) else api.load_drafter(_folder(name), loaded) for name in names}
     with ExitStack() as stack:
         found = api.compare(
             loaded,
@@ -62,12 +62,6 @@ def compare(
         Console().print(comparison_tables(found))
     tell = say(as_json)
     tell(f"Picture: {picture}" + (f"   rows: {out}" if out else ""))
-
-
-def _is_plain(name: str) -> bool:
-    from draftloop.evaluate.compare import PLAIN
-
-    return name == PLAIN and not Path(name).exists()
 
 
 def _folder(name: str) -> Path:

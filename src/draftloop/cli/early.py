@@ -8,8 +8,9 @@ from pathlib import Path
 
 import typer
 
-from draftloop.cli.app import drafter_folder
+from draftloop.cli.app import drafter_folder, is_plain
 from draftloop.cli.rows import check_new
+from draftloop.core.errors import InputError
 from draftloop.core.files import check_writable
 
 
@@ -35,14 +36,19 @@ def check_inputs(
         EnvironmentFault: a folder cannot be written.
     """
     from draftloop.data.prompts import read_prompts
-    from draftloop.formats.load import check_drafter
 
     check_new(out)
-    read_prompts(list(prompts), Path("."), limit)
     for one in drafters:
-        check_drafter(drafter_folder(Path(one)))
+        if is_plain(one):
+            what = "this stands for plain decoding, which a drafter is compared with"
+            raise InputError(what, where=str(one), fix="Name a drafter, or several of them and none with --compare.")
+    read_prompts(list(prompts), Path("."), limit)
     for folder in (*folders, *([] if out is None else [out.parent])):
         check_writable(folder)
+    from draftloop.formats.load import check_drafter  # last, for it takes long to import
+
+    for one in drafters:
+        check_drafter(drafter_folder(Path(one)))
 
 
 def note_idle(context: typer.Context, why: str, *names: str) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from draftloop.cli.app import AsJson, EngineName, Files, TargetName, Trust, app, drafter_folder
+from draftloop.cli.app import AsJson, EngineName, Files, TargetName, Trust, above_zero, app, drafter_folder
 from draftloop.cli.compare import compare as side_by_side
 from draftloop.cli.early import check_inputs, note_idle
 from draftloop.cli.rows import head_of, row_writer
@@ -19,7 +19,11 @@ from draftloop.core.errors import EnvironmentFault, InputError
 
 Confidence = Annotated[
     float | None,
-    typer.Option(help="Verify drafts while the product of the drafter's confidences is at least this; default: all."),
+    typer.Option(
+        help="Verify drafts while the product of the drafter's confidences is at least this (above 0, at most 1);"
+        " default: all.",
+        callback=above_zero,
+    ),
 ]
 
 
@@ -44,7 +48,9 @@ def evaluate(
         typer.Option(min=0, help="With --offline, --decode or --compare, which takes several; 0 = greedy."),
     ] = [0.0],  # noqa: B006
     top_k: Annotated[int, typer.Option(min=0, help="The target draws from so many likely tokens; 0 = all.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Or from the likely tokens of this mass; 1 = all.")] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(help="Or from the likely tokens of this mass (above 0); 1 = all.", callback=above_zero)
+    ] = 1.0,
     rule: Annotated[
         Literal["match", "ratio"], typer.Option(help="Verification rule at a temperature above 0.")
     ] = "match",
@@ -101,10 +107,6 @@ def evaluate(
             batch_size=batch_size,
             limit=limit,
         )
-    from draftloop import api
-    from draftloop.evaluate.table import evaluation_table, gain_sentence, saving_sentence
-    from draftloop.train.progress import reporting
-
     if offline and decode:
         raise InputError("--offline decodes nothing and --decode does", where="--decode", fix="Give one of them.")
     if len(temperature) > 1:
@@ -120,6 +122,11 @@ def evaluate(
     if decode:
         note_idle(context, "with --decode, which keeps no answers", "cache")
     check_inputs(drafters, prompts, limit, out=out, folders=[] if decode else [cache])
+    from draftloop import api  # here, for it takes long to import and what is wrong should be told at once
+    from draftloop.evaluate.speed import cost_text, doubt
+    from draftloop.evaluate.table import evaluation_table, gain_sentence, saving_sentence
+    from draftloop.train.progress import reporting
+
     loaded = api.load_target(target, dtype=dtype, trust_remote_code=trust_remote_code)
     loaded.engine = engine
     model, *others = [api.load_drafter(drafter_folder(Path(one)), loaded) for one in drafters]
@@ -170,10 +177,12 @@ def evaluate(
         verdict = "faster" if arm["speedup"] > 1 else "SLOWER"
         console.print(
             f"plain {plain['tokens_per_s']:.1f} tokens/s, speculative {arm['tokens_per_s']:.1f} tokens/s:"
-            f" {arm['speedup']:.2f}x ({verdict}); a round costs {arm['round_cost']:.2f} plain steps,"
+            f" {arm['speedup']:.2f}x ({verdict}); a round costs {cost_text(arm['round_cost'])} plain steps,"
             f" so it pays above tau {arm['break_even_tau']:.2f}.",
             highlight=False,
         )
+        if doubts := doubt(found.speed["prompts"], [arm["round_cost"]]):
+            console.print(doubts, highlight=False)
 
 
 def _note_idle(context: typer.Context, temperature: list[float], *, decodes: bool) -> None:
@@ -181,6 +190,7 @@ def _note_idle(context: typer.Context, temperature: list[float], *, decodes: boo
         note_idle(context, "at temperature 0", "rule", "top_k", "top_p")
     if not decodes:
         note_idle(context, "where nothing is decoded for real", "batch_size")
+        note_idle(context, "where nothing is decoded but answers that are not kept yet", "engine")
 
 
 @app.command()
@@ -196,10 +206,10 @@ def audit(
     as_json: AsJson = False,
 ) -> None:
     """Losslessness: greedy speculative against plain output, token for token, in float32. Exit 1 if not equal."""
+    check_inputs([drafter], prompts, count)
     from draftloop import api
     from draftloop.data.prompts import read_prompts
 
-    check_inputs([drafter], prompts, count)
     asked = [list(p.question) for p in read_prompts(prompts, Path("."), count)]
     loaded = api.load_target(target, dtype="float32", trust_remote_code=trust_remote_code)
     loaded.engine = engine

@@ -25,8 +25,10 @@ def check_new(out: Path | None) -> None:
     """Refuse a file that is there.
 
     Raises:
-        InputError: it is.
+        InputError: it is, or a folder of that name.
     """
+    if out is not None and out.is_dir():
+        raise InputError("this is a folder, not a file", where=str(out), fix="Name a file in it.")
     if out is not None and out.exists():
         raise InputError("there is such a file already, and it is not overwritten", where=str(out), fix="Name another.")
 

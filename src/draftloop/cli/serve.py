@@ -33,7 +33,9 @@ def serve(
     plain: Annotated[bool, typer.Option("--plain", help="The target alone, to compare with (see `bench`).")] = False,
     host: Annotated[str, typer.Option(help="Address to listen on; the default is this machine alone.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and end.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the command and end; the export that it names is still made.")
+    ] = False,
     trust_remote_code: Trust = False,
 ) -> None:
     """Serve a target with a drafter through vLLM or SGLang, as they are; Ctrl-C stops the engine.

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from draftloop.core.errors import EnvironmentFault
+from draftloop.core.errors import EnvironmentFault, InputError
 
 
 @contextmanager
@@ -68,16 +68,19 @@ def writing_fault(error: OSError, path: Path) -> EnvironmentFault:
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse a folder in which nothing can be written, or which cannot be made; makes nothing.
+    """Refuse a folder in which nothing can be written, or which cannot be made; leaves nothing behind.
 
     Raises:
-        EnvironmentFault: it, or what lies above it, is a file or may not be written.
+        InputError: it, or what lies above it, is a file.
+        EnvironmentFault: the system lets nothing be written there.
     """
     there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
     if not there.is_dir():
-        raise writing_fault(NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)), there)
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise writing_fault(PermissionError(errno.EACCES, os.strerror(errno.EACCES)), there)
+        raise InputError("this is a file, not a folder", where=str(there), fix="Name another folder.")
+    try:
+        tempfile.TemporaryFile(dir=there).close()  # permissions alone do not tell: root passes, /proc refuses
+    except OSError as error:
+        raise writing_fault(error, there) from error
 
 
 def write_text(path: Path, text: str) -> None:

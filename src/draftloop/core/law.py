@@ -158,10 +158,10 @@ class Sampling:
                 f"temperature {self.temperature} is neither 0 nor a number from {_COLDEST} up",
                 fix="Use 0 for greedy, 1 for plain sampling.",
             )
-        if self.top_k < 0 or not (0.0 < self.top_p <= 1.0):
-            raise InputError(
-                f"top_k {self.top_k} / top_p {self.top_p} are out of range", fix="top_k >= 0 and 0 < top_p <= 1."
-            )
+        if self.top_k < 0:
+            raise InputError(f"top_k {self.top_k} is below 0", fix="Use 0 to draw from all tokens.")
+        if not (0.0 < self.top_p <= 1.0):
+            raise InputError(f"top_p {self.top_p} is not above 0 and at most 1", fix="Use 1 to draw from all tokens.")
 
     @property
     def greedy(self) -> bool:

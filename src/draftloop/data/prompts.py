@@ -5,21 +5,20 @@ Knows file names and ids. Does not know any chat template, tokenizer or model: a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from draftloop.core.draws import Purpose, bits, key_of
 from draftloop.core.errors import InputError
 from draftloop.data.builtin import PREFIX, builtin_path
 from draftloop.data.rows import kind, read_rows
-from draftloop.data.shapes import Message, shaped
+from draftloop.data.shapes import Message, passed_over, shaped
 
-_SPLIT = key_of("split of prompts")  # sets these draws apart from the epochs' under the same purpose
+_SPLIT = "split of prompts"  # sets these draws apart from the epochs' under the same purpose
 
 
 @dataclass(frozen=True)
@@ -88,9 +87,17 @@ def _file_prompts(path: Path) -> Iterator[Prompt]:
     for number, row in read_rows(path):
         where = f"{path}:{number}"
         found = shaped(row, where)
+        key, others = passed_over(row)
+        if others:
+            _tell(path, key, *others)
         name = _name(row, "id", f"{path.stem}:{number}", where)
         group = _name(row, "set", path.stem, where)
         yield Prompt(name, group, found.messages, found.turns, where, found.tools)
+
+
+@cache  # files are read more than once, and of many rows alike the first is enough
+def _tell(path: Path, key: str, *others: str) -> None:
+    warnings.warn(f"{path}: rows hold {key} and {' and '.join(others)}; {key} is read", stacklevel=1)
 
 
 def _name(row: dict[str, Any], key: str, default: str, where: str) -> str:
@@ -150,11 +157,15 @@ def split(
     Raises:
         InputError: the prompts do not go round: training, or a part that was asked for, would be empty.
     """
+    import torch  # here, for it takes long to import and a wrong prompt file should be told at once
+
+    from draftloop.core.draws import Purpose, bits, key_of
+
     groups: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
         groups.setdefault(" ".join(prompt.text.casefold().split()), []).append(index)
     heads = [min(prompts[index].id for index in members) for members in groups.values()]
-    draws = bits(seed, Purpose.ORDER, _SPLIT, torch.tensor([key_of(head) for head in heads], dtype=torch.int64))
+    draws = bits(seed, Purpose.ORDER, key_of(_SPLIT), torch.tensor([key_of(head) for head in heads], dtype=torch.int64))
     order = sorted(zip(draws.tolist(), heads, groups.values(), strict=True))
     waiting = [members for _, _, members in reversed(order)]
 

@@ -104,10 +104,7 @@ def _json_row(line: str, number: int, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise InputError(
-            f"line {number} is not JSON ({reason})", where=where, fix="Put one whole JSON object on each line."
-        ) from error
+        raise _fault(error, number, where) from error
     if not isinstance(row, dict):
         raise InputError(f"line {number} is {kind(row)}, not an object", where=where, fix='Write {"prompt": "..."}.')
     try:
@@ -118,7 +115,19 @@ def _json_row(line: str, number: int, where: str) -> dict[str, Any]:
             where=where,
             fix="Write the character itself, or both of its \\u escapes.",
         ) from error
+    except RecursionError as error:
+        raise _fault(error, number, where) from error
     return row
+
+
+def _fault(error: Exception, number: int, where: str) -> InputError:
+    """What is wrong with a line, in words of JSON's and not of Python's."""
+    if isinstance(error, RecursionError):
+        return InputError(f"line {number} is nested too deeply", where=where, fix="Flatten the row or take it out.")
+    if not isinstance(error, json.JSONDecodeError):
+        return InputError(f"line {number} holds a number of too many digits", where=where, fix="Write it as text.")
+    what = f"line {number} is not JSON ({error.msg} at column {error.colno})"
+    return InputError(what, where=where, fix="Put one whole JSON object on each line.")
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

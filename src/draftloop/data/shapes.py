@@ -15,7 +15,7 @@ from draftloop.data.rows import kind
 
 Message = dict[str, Any]
 
-KEYS = ("messages", "conversations", "turns", "prompt")  # of several in one row, the first is read
+KEYS = ("messages", "conversations", "turns", "prompt")  # of several in one row, the first is read (and that is said)
 ROLES = {
     "system": "system",
     "developer": "developer",
@@ -75,6 +75,8 @@ def shaped(row: dict[str, Any], where: str) -> Shaped:
     """
     key = next((key for key in KEYS if row.get(key) is not None), None)
     if key is None:
+        if empty := [key for key in KEYS if key in row]:
+            raise InputError(f"{empty[0]} is null", where=where, fix="Fill it in or take the row out.")
         found = ", ".join(sorted(map(str, row))[:12]) or "no fields at all"
         raise InputError(
             f"the row has none of {', '.join(KEYS)}; it has {found}",
@@ -88,6 +90,8 @@ def shaped(row: dict[str, Any], where: str) -> Shaped:
         messages, turns = [{"role": "user", "content": first}], tuple(rest)
     elif key == "prompt" and isinstance(value, str):
         messages = [{"role": "user", "content": _filled(value, "prompt", where)}]
+    elif key == "prompt" and not isinstance(value, list):
+        raise InputError(f"prompt is {kind(value)}, not text", where=where, fix='Write {"prompt": "..."}.')
     else:
         messages = _messages(value, key, where)
     if key == "prompt":
@@ -96,6 +100,12 @@ def shaped(row: dict[str, Any], where: str) -> Shaped:
         messages = _with_system(messages, row["system"], where)
     _check_order(messages, where)
     return Shaped(tuple(messages), turns, _tools(row.get("tools"), where))
+
+
+def passed_over(row: dict[str, Any]) -> tuple[str, list[str]]:
+    """The key that is read of a row, and those that hold something and are not (`prompt` beside `messages`)."""
+    given = [key for key in KEYS if row.get(key) is not None]
+    return given[0], given[1:]
 
 
 def _turns(value: Any, where: str) -> list[str]:

@@ -7,8 +7,10 @@ so under `match` the output at any temperature is token for token that of plain 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -60,6 +62,19 @@ def engine_of(target: Any, drafter: Any | None, options: Options) -> Engine:
     return "graph" if target.device.type == "cuda" and not unsupported(target, drafter) else "eager"
 
 
+_ON_A_CPU = {
+    "graph": "engine graph: a CPU has no CUDA graphs, so rounds of fixed shape run without one; eager is faster there",
+    "fused": "engine fused: compiling the layers, minutes on a CPU; eager compiles nothing and begins at once",
+}
+
+
+@cache  # Python's own "once" forgets what it said whenever somebody changes a filter
+def _tell(engine: Engine) -> None:
+    """Say once what an engine that was made for a GPU does on a CPU, before it begins to."""
+    if engine in _ON_A_CPU:
+        warnings.warn(_ON_A_CPU[engine], stacklevel=1)
+
+
 class Decoder:
     """Decodes one call after another; what the engine of fixed shapes needs is built once.
 
@@ -75,6 +90,8 @@ class Decoder:
         self._target, self._drafter, self._requests = target, drafter, requests
         self.options = replace(options, engine=engine_of(target, drafter, options))
         self._fixed: GraphEngine | None = None
+        if requests and target.device.type == "cpu":
+            _tell(self.options.engine)
 
     def warm_up(self) -> None:
         """Build what is built once, or decode a few tokens."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from draftloop.core.errors import InputError
 from draftloop.core.law import Sampling
+from draftloop.data.chat import encode_turn
 from draftloop.data.prompts import Prompt
 from draftloop.data.trunk import Trunk
 from draftloop.recipe import DataPart, ResponsePart
@@ -45,7 +46,7 @@ def evaluation_trunks(
     Raises:
         InputError: prompts cannot be used, or are too long with their answers.
     """
-    target.check_length(max_new_tokens + 1)
+    check_lengths(target, prompts, max_new_tokens, template_kwargs or {})
     temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
     if sampling.greedy:
         top_k, top_p = 0, 1.0  # which have no effect then
@@ -62,7 +63,33 @@ def evaluation_trunks(
         raise InputError(
             f"{len(answers.too_long)} prompts with {max_new_tokens} new tokens do not fit into the target's"
             f" context of {target.context_limit} tokens",
-            where=answers.too_long[0],
+            where=next((p.where for p in prompts if p.id == answers.too_long[0]), "") or answers.too_long[0],
             fix="Lower max_new_tokens, or leave these prompts out.",
         )
     return answers.trunks
+
+
+def check_lengths(
+    target: Any, prompts: Sequence[Prompt], max_new_tokens: int, template_kwargs: Mapping[str, Any]
+) -> None:
+    """Refuse a prompt whose first turn does not fit into the target, before any is answered.
+
+    Raises:
+        InputError: it does not (names its file and line), or its answer alone does not.
+    """
+    limit = target.context_limit
+    if max_new_tokens >= limit:
+        raise InputError(
+            f"{max_new_tokens} new tokens do not fit into the target's context of {limit} tokens",
+            where="max_new_tokens",
+            fix="Lower it.",
+        )
+    for prompt in prompts if target.tokenizer is not None else ():
+        length = len(encode_turn(target.tokenizer, prompt, (), template_kwargs=template_kwargs))
+        if length > limit - max_new_tokens:
+            raise InputError(
+                f"the prompt's {length} tokens and {max_new_tokens} new ones do not fit into the target's context of"
+                f" {limit}",
+                where=prompt.where or prompt.id,
+                fix="Shorten it or take it out, or lower max_new_tokens.",
+            )

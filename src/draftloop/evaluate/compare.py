@@ -19,12 +19,11 @@ from draftloop.data.prompts import read_prompts
 from draftloop.data.trunk import Trunk
 from draftloop.decode.trace import Options, Request
 from draftloop.drafter.build import for_decoding
-from draftloop.evaluate import speed
+from draftloop.evaluate import PLAIN, speed
 from draftloop.evaluate.answers import evaluation_trunks
 from draftloop.evaluate.offline import offline
 from draftloop.evaluate.tau import Acceptance, Paired, Tally, acceptance, paired
 
-PLAIN = "none"  # the name of plain decoding, where drafters are named
 ALL = "all"  # of gains: every prompt set together
 
 Advance = Callable[[int, int], None]

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftloop.core.files import atomic_path
-from draftloop.evaluate.compare import ALL, PLAIN, Comparison, Contest, tail
+from draftloop.evaluate import PLAIN
+from draftloop.evaluate.compare import ALL, Comparison, Contest, tail
 from draftloop.evaluate.tau import shown
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ it is also the acceptance length at which speculation starts to pay (break-even)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,29 @@ class SpeedArm:
             "speedup": self.speedup,
             "sets": {name: part.to_json() for name, part in self.acceptance.sets.items()},
         }
+
+
+FEW = 4  # prompts; below it a neighbour's work on the machine decides which arm wins
+
+
+def doubt(prompts: int, round_costs: Iterable[float]) -> str:
+    """What keeps measured speeds from being believed, in a sentence or two; empty if nothing does.
+
+    Args:
+        prompts: how many were decoded by each arm.
+        round_costs: of the arms that draft.
+    """
+    told = []
+    if prompts < FEW:
+        told.append(f"Speeds from {prompts} prompt{'s' if prompts > 1 else ''} are noise: decode {FEW} or more.")
+    if any(cost < 1.0 for cost in round_costs):
+        told.append("A round cost below 1 (*) cannot be: measurement noise, and so is the speed-up beside it.")
+    return " ".join(told)
+
+
+def cost_text(round_cost: float) -> str:
+    """A round's cost in plain steps; `*` marks one that cannot be."""
+    return f"{round_cost:.2f}{'*' if round_cost < 1.0 else ''}"
 
 
 def spread(trunks: Sequence[Trunk], count: int) -> list[tuple[str, str, Request]]:

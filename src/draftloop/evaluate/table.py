@@ -14,7 +14,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from draftloop.evaluate.compare import ALL, PLAIN, Comparison, Contest, tail
+from draftloop.evaluate import PLAIN
+from draftloop.evaluate.compare import ALL, Comparison, Contest, tail
+from draftloop.evaluate.speed import cost_text, doubt
 from draftloop.evaluate.summary import Arm, BlockSplit, Decoding, Summary
 from draftloop.evaluate.tau import Acceptance, Interval, Paired, shown
 
@@ -123,15 +125,18 @@ def _entrant_section(comparison: Comparison) -> RenderableType:
                 cells = (
                     f"{speed['tau_pooled']:.2f}",
                     f"{speed['tokens_per_s']:.1f}",
-                    f"{speed['round_cost']:.2f}",
+                    cost_text(speed["round_cost"]),
                     verdict,
                 )
             _row(table, "none (plain)" if name == PLAIN else name, *facts, f"{contest.temperature:g}", *cells)
     if not decoded:
         return _section("Drafters; nothing was decoded for speed", table)
-    how = f"{decoded[0]} prompts, batch size {comparison.settings['batch_size']}, {comparison.target['dtype']}"
+    many = f"{decoded[0]} prompt{'s' if decoded[0] > 1 else ''}"
+    how = f"speed of {many}, batch size {comparison.settings['batch_size']}, {comparison.target['dtype']}"
     note = "tau here is that of the prompts decoded; a drafter pays where it is above its round cost"
-    return _section(f"Decoding for real ({how})", table, note)
+    speeds = [one.speed for contest in comparison.contests for one in contest.standings if one.speed is not None]
+    doubts = doubt(min(decoded), [speed["round_cost"] for speed in speeds])
+    return _section(f"Decoding for real ({how})", table, f"{note}\n{doubts}" if doubts else note)
 
 
 def summary_tables(summary: Summary) -> RenderableType:
@@ -288,11 +293,13 @@ def _decoding_section(decoding: Decoding) -> RenderableType:
     for arm in decoding.arms:
         verdict = f"{arm.speedup:.2f}x {'SLOWER' if arm.speedup < 1.0 else 'faster' if arm.speedup > 1.0 else 'equal'}"
         speed = (f"{arm.tokens_per_s:.1f}", f"{arm.ms_per_round:.2f}")
-        costs = (f"{arm.round_cost:.2f}", f"tau {arm.break_even_tau:.2f}", verdict)
+        costs = (cost_text(arm.round_cost), f"tau {arm.break_even_tau:.2f}", verdict)
         _row(table, arm.name, f"{arm.tau_pooled:.2f}", *speed, *costs)
     where = f"batch size {decoding.batch_size}, {decoding.dtype}, {count(decoding.prompts)} prompts"
     title = f"Decoding: {where}, at most {count(decoding.max_new_tokens)} new tokens"
-    return _section(title, table, "round cost = time of a round over that of a plain step")
+    note = "round cost = time of a round over that of a plain step"
+    doubts = doubt(decoding.prompts, [arm.round_cost for arm in decoding.arms])
+    return _section(title, table, f"{note}\n{doubts}" if doubts else note)
 
 
 def _position_section(shares: Mapping[str, Sequence[float | None]]) -> RenderableType:

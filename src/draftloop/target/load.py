@@ -7,6 +7,7 @@ readout) with the model's own plain forward. What does not agree is refused.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -165,11 +166,18 @@ def _hint(error: Exception, trust: bool) -> str:
         return "Its code is not part of transformers; pass trust_remote_code if you trust it."
     if "safetensors" in text:
         return "Only safetensors weights are read; convert the checkpoint with model.save_pretrained."
+    if text.startswith("Validation error for field"):
+        return "Correct its config.json."
     return "Give a checkpoint folder, a reachable hub id, or `smollm2` for the embedded default."
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".")[:200] if str(error).strip() else type(error).__name__
+    """What an error of another package says first; where that only announces the next line, that one."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    told = lines[0]
+    if told.endswith(":") and lines[1:]:
+        told = re.sub(r"^\w*(Error|Exception): ", "", lines[1].strip())
+    return told.rstrip(".")[:200]
 
 
 def _read_tokenizer(path: str, name: str, revision: str | None, trust: bool) -> Any:

@@ -209,7 +209,7 @@ class Target:
             raise InputError(
                 f"a text of {tokens} tokens is longer than the target's {self.context_limit}",
                 where=self.name,
-                fix="Shorten the prompts (data.max_prompt_tokens) or lower max_new_tokens.",
+                fix="Shorten the prompts (in a recipe: data.max_prompt_tokens) or lower max_new_tokens.",
             )
 
     @torch.no_grad()
