@@ -78,6 +78,7 @@ FAULTS = {
     "gradients averaged": average,
     "the second is killed": lambda: before_update(2, "1", kill),
     "the second complains": lambda: before_update(2, "1", complain),
+    "the second is told to stop": lambda: before_update(1, "1", lambda: os.kill(os.getpid(), signal.SIGTERM)),
     "the second breaks": lambda: before_update(2, "1", blunder),
     "all are killed in the second stage": lambda: before_update(6, "01", kill),
     "clocks differ": other_clocks,

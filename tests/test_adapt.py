@@ -275,6 +275,8 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(call, toy, tmp_path)
     assert told["costs"][0]["tokens"] == turns * 12
     assert told["costs"][1]["steps"] == 60
     assert [cost["bound"] for cost in told["costs"]] == [True, True, False]
+    timed = call(*GIVEN, "--out", tmp_path / "run", "--dry-run", "--json", "--minutes", "5", small=SMALL[2:])[1]
+    assert json.loads(timed)["costs"][1]["steps"] is None  # minutes are steps only once a step was timed
     assert "at least" not in out  # before a sum that holds a bound
     assert (
         call(*GIVEN, "--out", tmp_path / "run", "--dry-run", "--minutes", "5", small=SMALL[2:])[1].count("5 min") >= 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -135,8 +136,10 @@ def test_stopped_by_hand_it_says_that_it_goes_on(toy, tmp_path):
     while not (out / "checkpoints").is_dir() and time.monotonic() < patience and going.poll() is None:
         time.sleep(0.05)
     going.send_signal(signal.SIGINT)
-    _, err = going.communicate(timeout=60)
+    told, err = going.communicate(timeout=60)
     assert going.returncode == 130, err
+    assert "stopping after this step" in err
+    assert re.search(r"Stage sft: step \d+ of 100000 is saved, and the same command goes on there\.", told)
     assert err.strip().splitlines()[-1] == "draftloop: stopped; the same command goes on where it was."
     assert "Traceback" not in err
 

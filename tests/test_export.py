@@ -303,6 +303,23 @@ def test_the_command_exports_a_run(run, capsys):
     assert same_bits(load_drafter(run / "export-vllm"), loose().to(torch.bfloat16))
 
 
+def test_an_unfinished_run_is_exported_with_a_warning(run, capsys):
+    """One that was stopped while its drafter was measured; a whole run, and a folder that is none, go without."""
+    save_drafter(loose(), run / "drafter", extra={"stage": "tv"})
+    (run / "run.json").write_text("{}")
+    assert called(str(run), "--for", "vllm", "--target", "Qwen/Q") == 0
+    assert "unfinished" not in capsys.readouterr().err
+    (run / "summary.json").unlink()
+    for folder in (run, run / "drafter"):
+        assert called(str(folder), "--for", "vllm", "--target", "Qwen/Q") == 0
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert len([line for line in lines if "this run is unfinished" in line]) == 1, lines
+        assert "its drafter is that of stage tv, and was not measured or audited" in lines[0]
+    (run / "run.json").unlink()
+    assert called(str(run), "--for", "vllm", "--target", "Qwen/Q") == 0
+    assert "unfinished" not in capsys.readouterr().err
+
+
 def test_the_command_speaks_json_and_takes_a_drafter_folder(run, tmp_path, capsys):
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')

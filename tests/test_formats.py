@@ -64,7 +64,7 @@ def test_config_holds_every_key_that_loaders_look_for(saved):
     }
     assert ours.pop("version")
     assert ours.pop("weights_sha256") == hashlib.sha256((saved / "model.safetensors").read_bytes()).hexdigest()
-    assert ours == {"schema": 1, "made_for": SPEC.made_for, "mask_token": 19}
+    assert ours == {"schema": 1, "made_for": SPEC.made_for, "mask_token": 19, "target_layers": list(SPEC.target_layers)}
 
 
 def test_tensor_names_and_shapes_are_the_published_ones(saved):
@@ -201,7 +201,11 @@ def test_spec_matters_to_what_is_drafted(tmp_path):
     features = torch.randn(1, 9, 2 * target.hidden_size, generator=torch.Generator().manual_seed(1))
     where, token = torch.tensor([[8]]), torch.tensor([[4]])
     before = load_drafter(folder, target)(features, where, token)
-    for change in ({"rope_theta": 77.0, "rope_parameters": None}, {"rms_norm_eps": 1.0}, {"nested__mask_token_id": 6}):
+    for change in (
+        {"rope_theta": 77.0, "rope_parameters": None},
+        {"rms_norm_eps": 1.0},
+        {"nested__mask_token_id": 6, "draftloop": None},
+    ):
         kept = (folder / "config.json").read_text()
         edit(folder, **change)
         assert not torch.equal(load_drafter(folder, target)(features, where, token), before), change

@@ -92,6 +92,8 @@ from tests.checkpoints import SPEC, edit, loose, refused, retensor
         ({"rms_norm_eps": True}, ["rms_norm_eps is true"]),
         ({"num_hidden_layers": 10**15, "layer_types": None}, ["hold 2 layers, config.json promises 1000000000000000"]),
         ({"hidden_size": 10**15}, ["fc.weight", "[6, 18]"]),
+        ({"nested__mask_token_id": 3}, ["draftloop.mask_token is 19", "engines read there is 3", "trained with"]),
+        ({"nested__target_layer_ids": [1, 5, 7]}, ["draftloop.target_layers is [1, 4, 7]", "is [1, 5, 7]"]),
         ({"draftloop": {"schema": 2}}, ["schema 2", "Update draftloop"]),
         ({"draftloop": [1]}, ["draftloop"]),
         ({"draftloop": {"schema": 1, "made_for": 3}}, ["draftloop"]),
@@ -244,5 +246,5 @@ def test_a_layer_too_few_is_refused(saved):
 
 
 def test_another_number_of_taps_is_refused(saved):
-    edit(saved, nested__target_layer_ids=[1, 4])
+    edit(saved, nested__target_layer_ids=[1, 4], draftloop=None)
     refused(saved, "fc.weight", "[6, 18]", "[6, 12]")

@@ -291,6 +291,15 @@ def test_a_wrong_name_is_one_sentence(name):
         ngram_spec(name)
 
 
+@pytest.mark.parametrize("name", ["ngram:129", "ngram:1000000:2:4", "ngram:7:1:129", f"ngram:{'9' * 200}"])
+def test_more_than_engines_verify_is_refused(name):
+    """Unbounded, such a round is as wide as it says, and never ends."""
+    with pytest.raises(InputError, match="more than 128 tokens") as caught:
+        ngram_spec(name)
+    assert len(str(caught.value)) < 250
+    assert ngram_spec("ngram:128:2:128").drafted == 128
+
+
 def test_a_folder_of_that_name_comes_first(tmp_path, monkeypatch, target):
     from tests.tiny import tiny_drafter
 

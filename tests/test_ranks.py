@@ -44,6 +44,7 @@ JOBS = {
     "gradients averaged": (2, [SHORT], "gradients averaged"),
     "the second complains": (2, [SHORT], "the second complains"),
     "the second is killed": (2, [SHORT], "the second is killed"),
+    "the second is told to stop": (2, [SHORT], "the second is told to stop"),
     "no such layer": (2, ["drafter.target_layers=[0,9]"], None),
 }
 SLOW_JOBS = {
@@ -195,6 +196,16 @@ def test_a_process_that_fails_says_so_once_and_ends_the_others(ran):
     assert_said_once(folder, "no such layer", "target_layers")
     assert 2 in codes["no such layer"]
     assert 0 not in codes["no such layer"]
+
+
+def test_all_stop_after_the_same_step_when_one_is_told_to(ran):
+    """Fails if each heeds its own signals alone: the others would wait for the one that went."""
+    folder, codes = ran
+    assert codes["the second is told to stop"] == [143, 143]
+    (state,) = (folder / "the second is told to stop" / "checkpoints").glob("*/state.json")
+    assert json.loads(state.read_text(encoding="utf-8"))["step"] == 1
+    assert_said_once(folder, "the second is told to stop", "stopped; the same command goes on where it was.")
+    assert "step 1 of 3 is saved" in said(folder, "the second is told to stop", 0, "out")
 
 
 @pytest.mark.slow

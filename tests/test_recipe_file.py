@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from draftloop.core.errors import InputError
+from draftloop.drafter.families import FAMILIES
 from draftloop.recipe import Recipe, StagePart
 from draftloop.recipe_file import load_recipe, recipe_differences
 from draftloop.recipe_yaml import parse
@@ -242,6 +243,16 @@ def test_mistakes_in_an_override(tmp_path, override, parts):
 )
 def test_cells_that_contradict_each_other(tmp_path, override, part):
     assert part in complaint(tmp_path, BASE, override)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_what_is_not_compiled_is_refused_when_the_recipe_is_read(tmp_path, family):
+    overrides = ("compile_drafter=true", f"drafter={{family: {family}}}")
+    if family in ("eagle3", "mtp"):
+        assert f"compile_drafter means nothing for drafter.family {family}" in complaint(tmp_path, BASE, *overrides)
+    else:
+        (tmp_path / "recipe.yaml").write_text(BASE, encoding="utf-8")
+        assert load_recipe(tmp_path / "recipe.yaml", overrides).compile_drafter
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "- a\n", "3\n", "[" * 3000])

@@ -14,6 +14,7 @@ from draftloop.evaluate.tau import Response, acceptance
 from draftloop.evaluate.walk import walk
 from draftloop.formats.load import load_drafter
 from draftloop.recipe_file import load_recipe
+from draftloop.train.inputs import read_inputs
 from draftloop.train.material import gather
 from draftloop.train.metrics import read_metrics, same_but_timings
 from draftloop.train.stage import StageRun
@@ -228,6 +229,15 @@ def test_a_recipe_without_stages_or_end_is_refused(toy, tmp_path):
     with pytest.raises(InputError, match="'sft' has no end"):
         run(toy / "recipe.yaml", tmp_path / "run", ["stages.sft.steps=null"])
     assert not (tmp_path / "run").exists()
+
+
+def test_more_threads_than_the_machine_can_use_are_refused(toy, tmp_path, monkeypatch):
+    """Past what the system allows PyTorch crashes without a word."""
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    with pytest.raises(InputError, match=r"threads: 13 threads are more than 4 a core \(3 here\)"):
+        run(toy / "recipe.yaml", tmp_path / "run", ["threads=13"])
+    assert not (tmp_path / "run").exists()
+    read_inputs(load_recipe(toy / "recipe.yaml", ["threads=12"]), tmp_path / "run")
 
 
 def test_the_recipe_in_the_run_directory_is_the_whole_recipe(toy, whole):

@@ -226,6 +226,10 @@ def test_cost_sheet():
         ["in all", "4000", "4.0 M", "1.0 GiB", "3.0 GiB", "at most 2 h 6 min + unmeasured"],
     ]
     assert len(cost_sheet([Cost("sft", steps=1)]).splitlines()) == 2
+    timed = Cost("opd", steps=None, tokens=None, seconds=60)
+    *_, one, both = cost_sheet([Cost("sft", steps=7), timed]).splitlines()
+    assert one.split() == ["opd", "by", "time", "by", "time", "-", "-", "1", "min"]
+    assert both.split()[:6] == ["in", "all", "7", "by", "time", "-"]
     assert cost_sheet([Cost("a", bound=True), Cost("b", seconds=61)]).endswith(
         "  1 min 1 s + unmeasured"
     )  # no bound in it

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from draftloop.recipe_families import why_strange
+from draftloop.recipe_families import COMPILED, why_strange
 from draftloop.recipe_methods import METHODS, merged
 from draftloop.recipe_parts import Part as Part
 from draftloop.recipe_parts import ResponsePart as ResponsePart
@@ -352,7 +352,7 @@ class Recipe(Part):
     name: str = Field("run", pattern=r"^[A-Za-z0-9_.-]+$", description="names the run")
     out: str | None = Field(None, description="run directory; default: runs/NAME")
     seed: int = Field(0, ge=0, description="every random draw is keyed by it: same seed, same result")
-    threads: int | None = Field(None, ge=1, description="CPU threads; default: all cores")
+    threads: int | None = Field(None, ge=1, description="CPU threads, at most four a core; default: one a core")
     precision: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="compute type in training; weights stay float32. auto = bfloat16"
     )
@@ -389,6 +389,12 @@ class Recipe(Part):
                     " drafter.family: dspark, and not confidence: false"
                 )
             seen.append(stage.name)
+        part = self.drafter
+        if self.compile_drafter and part.init is None and part.family not in COMPILED:
+            raise ValueError(
+                f"compile_drafter means nothing for drafter.family {part.family}, whose layers are called slot by slot;"
+                f" it is for {' and '.join(COMPILED)}"
+            )
         if self.schema_version != SCHEMA:
             raise ValueError(f"schema {self.schema_version} is not {SCHEMA}, the one that this version reads")
         return self

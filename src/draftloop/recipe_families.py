@@ -20,6 +20,10 @@ FAMILY_KEYS: dict[str, tuple[str, ...]] = {
 }
 
 
+# families whose layers `compile_drafter` compiles: they draft a whole block in one forward
+COMPILED = ("dflash", "dspark", "dflash2")
+
+
 def why_strange(family: str, given: Mapping[str, Any]) -> str | None:
     """Which of these keys means nothing for a family, as a sentence; None where all do.
 

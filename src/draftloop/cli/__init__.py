@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             warnings.showwarning = _warn
             app(args=list(arguments) if arguments is not None else None)
     except SystemExit as done:
-        if done.code == 130 and not follows():
+        if done.code in (130, 143) and not follows():  # Ctrl-C, or SIGTERM while a stage trained
             again = "without --fresh the same command" if "--fresh" in (arguments or sys.argv) else "the same command"
             print(f"draftloop: stopped; {again} goes on where it was.", file=sys.stderr)
         raise

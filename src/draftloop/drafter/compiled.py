@@ -14,6 +14,7 @@ import torch
 
 from draftloop.core.errors import EnvironmentFault, InputError
 from draftloop.core.flex import many_compilations
+from draftloop.recipe_families import COMPILED
 
 
 def compile_layers(drafter: Any, backend: str = "inductor") -> None:
@@ -26,9 +27,9 @@ def compile_layers(drafter: Any, backend: str = "inductor") -> None:
     Raises:
         InputError: another family, whose layers are called token by token.
     """
-    if not hasattr(drafter, "through"):
+    if drafter.spec.family not in COMPILED:
         raise InputError(
-            "the layers of this drafter.family are called slot by slot and are not compiled",
+            f"the layers of family {drafter.spec.family} are called slot by slot and are not compiled",
             where="compile_drafter",
             fix="Leave it out.",
         )

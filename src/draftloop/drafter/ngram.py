@@ -29,6 +29,7 @@ from draftloop.drafter.draft import Choose, Draft, ParallelDraft
 
 NAME = "ngram"  # says so wherever a drafter folder is asked for; with settings, ngram:K:SHORTEST:LONGEST
 _NOTHING = -1  # in no text
+_MOST = 128  # tokens that vLLM verifies in a step (its MAX_SPEC_LEN)
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def ngram_spec(name: str | os.PathLike[str] | None) -> NgramSpec | None:
     A file or folder of that very name comes first.
 
     Raises:
-        InputError: what stands behind `ngram:` are no such numbers.
+        InputError: what stands behind `ngram:` are no such numbers, or too large ones.
     """
     words = str(name).split(":")
     if name is None or words[0] != NAME or Path(name).exists():
@@ -85,6 +86,11 @@ def ngram_spec(name: str | os.PathLike[str] | None) -> NgramSpec | None:
         raise InputError(
             f"{name} is not {NAME}:K:SHORTEST:LONGEST",
             fix=f"Write {NAME}, {NAME}:7 or {NAME}:7:2:4: tokens proposed, fewest and most tokens looked for.",
+        )
+    if any(len(word) > len(str(_MOST)) or int(word) > _MOST for word in words[1:]):
+        raise InputError(
+            f"{str(name)[:60]} asks for more than {_MOST} tokens, the most that an engine verifies in a step",
+            fix=f"Keep every number at {_MOST} or below, as in {NAME}:7:2:4.",
         )
     drafted, *sizes = [int(word) for word in words[1:]] or [NgramSpec.drafted]
     shortest, longest = (sizes * 2)[:2] or (NgramSpec.shortest, NgramSpec.longest)

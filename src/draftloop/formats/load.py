@@ -28,6 +28,7 @@ from draftloop.drafter.ngram import ngram_drafter, ngram_spec
 from draftloop.drafter.spec import DFlashSpec, DrafterSpec, check_fits
 from draftloop.formats import dflash2_config, dspark, eagle3, eagle3_tensors, mtp, speculators, zlab_config
 from draftloop.formats.bundled_drafter import named_folder
+from draftloop.formats.history import SUMMARY
 from draftloop.formats.mask_vector import ENGINE_MASK, MASK, read_mask
 from draftloop.formats.tensors import AGAIN, VECTOR, read_published
 from draftloop.formats.zlab import CONFIG, WEIGHTS
@@ -104,7 +105,7 @@ def load_drafter(
 
     Warns:
         UserWarning: the target is not the very one that the drafter was trained for. Only a warning, since drafting for
-        a fine-tuned target is lossless, and often the point.
+        a fine-tuned target is lossless, and often the point. Or the drafter's run did not come to its end.
 
     Raises:
         InputError: not a whole, finite checkpoint of a form that is read, one that says a thing twice and differently,
@@ -114,6 +115,7 @@ def load_drafter(
         return ngram_drafter(lookup, target)
     folder = mtp.native_folder(target) if str(path) == mtp.NATIVE and target is not None else named_folder(path)
     config, reader = _looked_at(folder)
+    _note_unfinished(folder, config)
     spec = reader.spec_of(config, folder / CONFIG, num_target_layers=None if target is None else target.num_layers)
     if target is not None:
         check_fits(spec, target, str(folder))
@@ -174,6 +176,22 @@ def _looked_at(folder: Path) -> tuple[dict[str, Any], Reader]:
         ) from error
     config = zlab_config.read_config(folder / CONFIG)
     return config, reader_for(config, folder / CONFIG)
+
+
+def _note_unfinished(folder: Path, config: dict[str, Any]) -> None:
+    """Warn where a run delivered a drafter and was stopped before it had measured it."""
+    run = folder.parent
+    if folder.name != "drafter" or not (run / _RUN).is_file() or (run / SUMMARY).is_file():
+        return
+    ours = config.get("draftloop")
+    extra = ours.get("extra") if isinstance(ours, dict) else None
+    stage = extra.get("stage") if isinstance(extra, dict) else None
+    whose = f"its drafter is that of stage {stage}" if stage else "it has a drafter"
+    warnings.warn(
+        f"{run}: this run is unfinished (no {SUMMARY}): {whose}, and was not measured or audited; the command that"
+        " began the run goes on with that",
+        stacklevel=3,
+    )
 
 
 def reader_for(config: dict[str, Any], where: Path) -> Reader:

@@ -120,6 +120,7 @@ def own_keys(spec: DFlashSpec, facts: Facts) -> dict[str, Any]:
         "version": VERSION,
         "made_for": spec.made_for,
         "mask_token": spec.mask_token_id,
+        "target_layers": list(spec.target_layers),
         "weights_sha256": facts.weights,
     }
     if spec.learned_mask:
@@ -199,7 +200,7 @@ def spec_of(config: dict[str, Any], where: Path, *, num_target_layers: int | Non
             _TRAINED_WITH,
         )
     try:
-        return DFlashSpec(
+        spec = DFlashSpec(
             hidden_size=hidden,
             layers=layers,
             heads=count(config.get("num_attention_heads"), "num_attention_heads", where),
@@ -219,6 +220,9 @@ def spec_of(config: dict[str, Any], where: Path, *, num_target_layers: int | Non
         )
     except InputError as error:  # the spec knows what is wrong, but not in which file
         raise InputError(error.what, where=error.where or str(where), fix=error.fix) from error
+    _check_own(config, "mask_token", mask, where)
+    _check_own(config, "target_layers", list(taps), where)
+    return spec
 
 
 def check_plain(
@@ -287,6 +291,17 @@ def made_for(config: dict[str, Any], where: Path) -> dict[str, Any]:
     if schema != SCHEMA:
         _refuse(f"the key draftloop has schema {schema}, this version reads {SCHEMA}", where, "Update draftloop.")
     return made_for
+
+
+def _check_own(config: dict[str, Any], key: str, read: Any, where: Path) -> None:
+    """Refuse a key of ours that says other than those that engines read; published checkpoints have none."""
+    noted = (config.get("draftloop") or {}).get(key)
+    if noted is not None and noted != read:
+        _refuse(
+            f"draftloop.{key} is {json.dumps(noted)}, and what engines read there is {json.dumps(read)}",
+            where,
+            _TRAINED_WITH,
+        )
 
 
 def _learned_mask(config: dict[str, Any], where: Path) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,6 +111,22 @@ class Expectation:
         """The same, held on the CPU, as processes exchange it."""
         return Expectation(*(getattr(self, f.name).cpu() for f in fields(self)))
 
+    def to_json(self) -> dict[str, Any]:
+        """Exactly these sums as JSON values; hexadecimal, for JSON has no infinities."""
+        return {f.name: _hexadecimal(getattr(self, f.name)) for f in fields(self)}
+
+    @classmethod
+    def from_json(cls, told: dict[str, Any], device: torch.device) -> Expectation:
+        """Undo `to_json`."""
+
+        def read(value: Any) -> Any:
+            if isinstance(value, dict):
+                return Moments(**{name: read(part) for name, part in value.items()})
+            numbers = [float.fromhex(one) for one in value] if isinstance(value, list) else float.fromhex(value)
+            return torch.tensor(numbers, dtype=torch.float64, device=device)
+
+        return cls(**{name: read(value) for name, value in told.items()})
+
     def agreement(self) -> float | None:
         """How many standard errors the sampled length lies above the unbiased estimate of it; see `agreement`."""
         return agreement(self.difference, float(self.coin_variance))
@@ -143,6 +160,14 @@ class Expectation:
                 found[f"alpha/{k + 1}"], found[f"omega/{k + 1}"] = alpha[k] / count, pull[k] / count
         found["blocks"], found["blocks/refused"] = float(self.product.count), float(self.refused)
         return {name: value for name, value in found.items() if value is not None}
+
+
+def _hexadecimal(value: Any) -> Any:
+    """Of float64 numbers, [K] numbers, or `Moments`."""
+    if isinstance(value, Moments):
+        return {f.name: _hexadecimal(getattr(value, f.name)) for f in fields(value)}
+    numbers = value.tolist()
+    return [one.hex() for one in numbers] if isinstance(numbers, list) else numbers.hex()
 
 
 def agreement(difference: Moments, coin_variance: float = 0.0) -> float | None:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from draftloop.core.law import Sampling
 from draftloop.core.ranks import Ranks
@@ -38,8 +41,7 @@ class Expected:
         """Count the blocks of one step in."""
         for batch, overlap in zip(batches, learnt.overlaps, strict=False):  # no overlaps: nothing to expect
             for index, (source, _, _) in enumerate(batch.mixture):
-                found = self._of(source, batch, index, overlap)
-                self._sums[source] = self._sums[source] + found if source in self._sums else found
+                self._count(source, self._of(source, batch, index, overlap))
 
     def write(self, metrics: MetricsLog, step: int) -> None:
         """Add a line of metrics a source, and begin anew; every process must call it at the same steps."""
@@ -63,6 +65,20 @@ class Expected:
                     " not to be trusted (see kind `expected` in metrics.jsonl)",
                     stacklevel=2,
                 )
+
+    def pending(self) -> list[dict[Source, Any]]:
+        """What no line of metrics has summed up yet, as JSON values of every process; all must call it together."""
+        return self.ranks.merge([{source: one.to_json() for source, one in self._sums.items()}])
+
+    def resume(self, pending: Sequence[dict[Source, Any]], device: torch.device) -> None:
+        """Take up what `pending` gave, each process its own; were there more of them, what is over is shared out."""
+        for sums in pending[self.ranks.rank :: self.ranks.world]:
+            for source, told in sums.items():
+                self._count(source, Expectation.from_json(told, device))
+
+    def _count(self, source: Source, found: Expectation) -> None:
+        held = self._sums.get(source)
+        self._sums[source] = found if held is None else held + found
 
     def _of(self, source: Source, batch: Scored, index: int, overlap: Overlap) -> Expectation:
         drawn = None

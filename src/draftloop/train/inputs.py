@@ -5,6 +5,7 @@ A wrong name should not cost a target's loading. Knows files and folders, no mod
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from draftloop.core.errors import InputError
@@ -15,6 +16,7 @@ from draftloop.formats.load import check_drafter
 from draftloop.recipe import Recipe
 
 SPLITS = ("train", "validation", "test")
+_THREADS = 4  # at most a core: more only get in each other's way, and past what the system allows PyTorch crashes
 
 
 def read_inputs(recipe: Recipe, folder: Path) -> dict[str, list[Prompt]]:
@@ -25,15 +27,27 @@ def read_inputs(recipe: Recipe, folder: Path) -> dict[str, list[Prompt]]:
         folder: where it would lie.
 
     Raises:
-        InputError: prompts cannot be used, or there is no such drafter, or none that learns.
+        InputError: prompts cannot be used, or there is no such drafter, or none that learns, or too many threads are
+            asked for.
         EnvironmentFault: nothing can be written in the folder.
     """
+    _check_threads(recipe.threads)
     refuse_ngram(recipe.drafter.init, "be trained", "drafter.init")
     prompts = read_splits(recipe)
     if recipe.drafter.init:
         check_drafter(recipe.drafter.init)
     check_writable(folder)
     return prompts
+
+
+def _check_threads(threads: int | None) -> None:
+    cores = os.cpu_count() or 1
+    if threads is not None and threads > _THREADS * cores:
+        raise InputError(
+            f"{threads} threads are more than {_THREADS} a core ({cores} here)",
+            where="threads",
+            fix="Leave it out: one a core is the default.",
+        )
 
 
 def read_splits(recipe: Recipe) -> dict[str, list[Prompt]]:

@@ -29,6 +29,7 @@ from draftloop.recipe_file import dump_recipe
 from draftloop.recipe_idle import idle_cells
 from draftloop.train.checkpoint import State, load
 from draftloop.train.final import conclude
+from draftloop.train.halt import Halted
 from draftloop.train.material import Material, find_run, gather, run_folder
 from draftloop.train.metrics import MetricsLog, SilentLog
 from draftloop.train.plan import eager_reason, over_budget, stage_cost
@@ -56,6 +57,7 @@ def train(
     Raises:
         InputError: the recipe's inputs cannot be used, or the directory holds another run.
         EnvironmentFault: memory or disk is exhausted, or another of the processes is gone.
+        KeyboardInterrupt, SystemExit: Ctrl-C or SIGTERM; while a stage trains, once its step is done and saved.
     """
     if not recipe.stages:
         raise InputError(
@@ -223,7 +225,11 @@ def _stages(material: Material, say: Say, clock: float) -> list[StageOutcome]:
                 if first:
                     dump_recipe(recipe, folder / "recipe.yaml")
                 say(f"Stage {part.name}: {part.minutes:g} minutes are {part.steps} steps here.")
-            outcome = run.run()
+            try:
+                outcome = run.run()
+            except Halted as halted:
+                say(f"Stage {part.name}: step {run.step} of {part.steps} is saved, and the same command goes on there.")
+                raise halted.ending from None
             done.append(outcome)
             if first:
                 _note_down(folder, done, metrics.position(), clock + time.monotonic())

@@ -230,9 +230,9 @@ def gather(recipe: Recipe, folder: Path, *, new: bool, quiet: bool = False, rank
         InputError: any of the recipe's inputs cannot be used.
     """
     ranks = ranks or Ranks()
+    prompts = read_inputs(recipe, folder)
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
-    prompts = read_inputs(recipe, folder)
     target = load_recipe_target(recipe.target)
     drafter, before = load_recipe_drafter(recipe, target)
     if recipe.compile_drafter:

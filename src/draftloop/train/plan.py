@@ -36,20 +36,23 @@ def stage_cost(stage: StagePart, target: Any, drafter: Any, trunks: int, mean: f
         trunks: training trunks.
         mean: their mean length in tokens.
     """
-    steps = stage.steps or 0
-    tokens = 0
-    if stage.trunks == "rollout":
-        size = min(stage.rollout.prompts or trunks, trunks)
-        tokens += round(-(-max(steps, 1) // stage.rollout.refresh_every) * size * mean)
+    tokens: int | None = None
     anew = {"redraft", "sampled"} | ({"recorded"} if stage.rollout.teacher == "recompute" else set())
-    for _ in set(stage.mixture) & anew:
+    scored = set(stage.mixture) & anew
+    if stage.steps is not None:
+        tokens = 0
+        if stage.trunks == "rollout":
+            size = min(stage.rollout.prompts or trunks, trunks)
+            tokens += round(-(-stage.steps // stage.rollout.refresh_every) * size * mean)
         branches = stage.anchors_per_sequence * max(0, drafter.spec.drafted - 1)
-        tokens += round(steps * stage.accumulate * stage.batch_size * (mean + branches))
+        tokens += len(scored) * round(stage.steps * stage.accumulate * stage.batch_size * (mean + branches))
+    elif stage.trunks == "fixed" and not scored:
+        tokens = 0
     weights = sum(p.numel() for p in drafter.parameters()) * 4
     chunk = stage.objective.chunk if eager_reason(stage, target, drafter) else 0
     return Cost(
         stage.name,
-        steps,
+        stage.steps,
         tokens,
         disk_bytes=weights * 5,  # a checkpoint: weights, two moments, the best ones; and the stage's result
         memory_bytes=weights * 5 + chunk * target.vocab_size * 4 * 3,

@@ -7,7 +7,7 @@ so that standard output stays free for results. Knows no loop.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -127,8 +127,8 @@ class Cost:
 
     Attributes:
         name: the piece, such as a stage.
-        steps: optimiser steps (0 where there are none).
-        tokens: tokens that go through the target.
+        steps: optimiser steps (0 where there are none); None where a time decides, of which they are not yet reckoned.
+        tokens: tokens that go through the target; None likewise.
         disk_bytes: bytes that stay on the disk.
         memory_bytes: largest memory of the device at a time.
         seconds: time, or None where it was not measured yet.
@@ -136,8 +136,8 @@ class Cost:
     """
 
     name: str
-    steps: int = 0
-    tokens: int = 0
+    steps: int | None = 0
+    tokens: int | None = 0
     disk_bytes: int = 0
     memory_bytes: int = 0
     seconds: float | None = None
@@ -147,15 +147,16 @@ class Cost:
 def cost_sheet(costs: Sequence[Cost]) -> str:
     """Lay out what a run will cost: a row a piece and, for several, a last one in all (memory: the largest).
 
-    A time says "at most" where it is, or sums up, a bound, and a total "+ unmeasured" while a piece's is unknown.
+    Steps and tokens that a time decides are "by time", and a total leaves them out. A time says "at most" where it is,
+    or sums up, a bound, and a total "+ unmeasured" while a piece's is unknown.
     """
     rows = [_row(cost) for cost in costs]
     if len(costs) > 1:
         known = [cost.seconds for cost in costs if cost.seconds is not None]
         total = Cost(
             "in all",
-            sum(cost.steps for cost in costs),
-            sum(cost.tokens for cost in costs),
+            _known(cost.steps for cost in costs),
+            _known(cost.tokens for cost in costs),
             sum(cost.disk_bytes for cost in costs),
             max(cost.memory_bytes for cost in costs),
             sum(known) if known else None,
@@ -175,12 +176,24 @@ def _row(cost: Cost, missing: str = "") -> list[str]:
         told = ("at most " if cost.bound else "") + human_seconds(cost.seconds) + missing
     return [
         cost.name,
-        str(cost.steps) if cost.steps else "-",
-        human_count(cost.tokens) if cost.tokens else "-",
+        _counted(cost.steps, str),
+        _counted(cost.tokens, human_count),
         human_bytes(cost.disk_bytes) if cost.disk_bytes else "-",
         human_bytes(cost.memory_bytes) if cost.memory_bytes else "-",
         told,
     ]
+
+
+def _known(counts: Iterable[int | None]) -> int | None:
+    """What is known of a sum; None where nothing is, and something is decided by time."""
+    found = list(counts)
+    return sum(filter(None, found)) or (None if None in found else 0)
+
+
+def _counted(count: int | None, words: Callable[[int], str]) -> str:
+    if count is None:
+        return "by time"
+    return words(count) if count else "-"
 
 
 def human_seconds(seconds: float) -> str:

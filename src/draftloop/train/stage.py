@@ -31,6 +31,7 @@ from draftloop.supervise.lesson import Lesson
 from draftloop.supervise.rollout import load_rollout, roll_out, save_rollout
 from draftloop.train.checkpoint import Best, State, save
 from draftloop.train.expect import EVERY, Expected
+from draftloop.train.halt import Halted, heeding
 from draftloop.train.material import Material
 from draftloop.train.metrics import MetricsLog
 from draftloop.train.optimiser import DrafterOptimiser
@@ -99,6 +100,7 @@ class StageRun:
         self.optimiser.load(state.optimiser)
         self.step, self.labels, self.seconds, self.best = state.step, state.labels, state.seconds, state.best
         self.validation, self.splits = state.extra["validation"], state.extra["splits"]
+        self.expected.resume(state.extra.get("expected", []), self.material.target.device)
         if state.extra["rolled"] >= 0:
             self.rolled, self.parts = state.extra["rolled"], state.extra["parts"]
             self.lessons = [one for file in self._rollout_files() for one in self._read(file)]
@@ -113,6 +115,7 @@ class StageRun:
 
         Raises:
             EnvironmentFault: out of memory, or the disk is full; the last checkpoint is intact.
+            Halted: by Ctrl-C or SIGTERM to any of the processes; the last whole step is saved.
             InputError: nothing to learn from, or the loss is no longer finite.
         """
         steps = self.part.steps
@@ -121,7 +124,8 @@ class StageRun:
         keep = self.part.checkpoint_every
         if self.part.stop.patience is not None and not self.validation:
             self._look(self._walk())  # what the stage begins with: the first to compare with, and no result of it
-        with Progress(f"train {self.part.name}", steps, done=self.step, silent=self.material.quiet) as progress:
+        shown = Progress(f"train {self.part.name}", steps, done=self.step, silent=self.material.quiet)
+        with shown as progress, heeding(speak=self.ranks.first) as halt:
             while self.step < steps and not self.stopped:
                 began = time.perf_counter()
                 if self._refresh():
@@ -144,9 +148,14 @@ class StageRun:
                 if self.step % EVERY == 0:
                     self.expected.write(self.metrics, self.step)
                 tau = self._validate() if self.step in looks else None
-                if (self.step % keep == 0) if keep else tau is not None:
+                if saved := (self.step % keep == 0) if keep else tau is not None:
                     self.save()
                 progress.update(self.step, loss=learnt.loss, tau=tau)
+                if asked := max(self.ranks.merge([halt.asked])):
+                    if not saved:
+                        self.save(midway=True)
+                    self.ranks.barrier()  # a launcher ends the others as soon as one has gone
+                    raise Halted(asked)
         assert self.best is not None
         return StageOutcome(
             self.part.name,
@@ -332,9 +341,15 @@ class StageRun:
             self.best = Best(self.step, tau, tensors)
         return tau
 
-    def save(self) -> None:
-        """Write a checkpoint; then let go of rollouts that it does not need. The first process does."""
-        self.expected.write(self.metrics, self.step)  # a resumed run begins a line here too
+    def save(self, *, midway: bool = False) -> None:
+        """Write a checkpoint; then let go of rollouts that it does not need. The first process does.
+
+        Args:
+            midway: at a step at which a run that is not stopped saves nothing, so that metrics must not show it.
+        """
+        if not midway:
+            self.expected.write(self.metrics, self.step)
+        expected = self.expected.pending()
         if not self.ranks.first:
             return
         state = State(
@@ -352,6 +367,7 @@ class StageRun:
                 "rolled": self.rolled,
                 "parts": self.parts,
                 "metrics": self.metrics.position(),
+                "expected": expected,
             },
         )
         save(self.material.folder / "checkpoints", state)
