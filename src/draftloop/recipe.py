@@ -36,7 +36,7 @@ class DataPart(Part):
     held_out: int | None = Field(
         None, ge=1, description="most prompts split off for validation, and as many for test; default: a tenth of train"
     )
-    limit: int | None = Field(None, ge=1, description="use at most this many prompts of each split")
+    limit: int | None = Field(None, ge=1, description="at most so many prompts of a split, held-out ones included")
     max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are left out (and counted)")
     template_kwargs: dict[str, Any] = Field(default_factory=dict, description="passed to the chat template")
     response: ResponsePart = Field(default_factory=ResponsePart)

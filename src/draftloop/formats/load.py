@@ -201,7 +201,9 @@ def reader_for(config: dict[str, Any], where: Path) -> Reader:
         InputError: a form or a family that is not read, named, with what it would need.
     """
     given = config.get("architectures")
-    names = [str(name) for name in given] if isinstance(given, list) else []
+    if given is not None and not (isinstance(given, list) and all(isinstance(name, str) for name in given)):
+        _refuse(f"architectures is {str(given)[:60]}, and not a list of names", where)
+    names = given or []
     model = config.get("speculators_model_type")
     algorithm = model if isinstance(model, str) else ""
     for mark, kind, missing in _OTHERS:
