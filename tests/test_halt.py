@@ -25,6 +25,17 @@ STAGES = [
 SHORT = [f"stages={json.dumps(STAGES)}", "evaluate={decode_prompts: 0, audit_prompts: 0}"]
 
 
+@pytest.fixture(autouse=True)
+def usual():
+    """A process that was begun in the background, as in CI, ignores Ctrl-C; here nobody has changed anything."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(toy):
     run(toy / "recipe.yaml", toy / "undisturbed", SHORT)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from draftloop.recipe import ObjectivePart, Part, Recipe, Source, StagePart
-from draftloop.recipe_families import FAMILY_KEYS
+from draftloop.recipe_families import COMPILED, FAMILY_KEYS
 from draftloop.recipe_file import dump_recipe, load_recipe, recipe_differences, recipe_fingerprint, resolved
 from draftloop.recipe_reference import _options, item_of, section_of
 from draftloop.recipe_yaml import dump, parse
@@ -89,6 +89,8 @@ def recipes(draw) -> Recipe:
         given_["data"]["response"]["server"] = "http://127.0.0.1:8000/v1"
     drafter = given_["drafter"]
     drafter |= {key: None for key, families in FAMILY_KEYS.items() if drafter["family"] not in families}
+    if drafter["family"] not in COMPILED:
+        given_["compile_drafter"] = False
     drafter |= {"markov_rank": None} if drafter.get("markov") == "none" else {}
     if drafter["draft_vocab"] != "target":
         drafter["draft_vocab"] = abs(drafter["draft_vocab"] or 0) or None
