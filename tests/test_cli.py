@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
+from functools import partial
 
 import pytest
 import transformers
@@ -18,6 +19,7 @@ import yaml
 from draftloop.cli import main
 from draftloop.core.errors import DraftloopError, EnvironmentFault, InputError
 from draftloop.data.trunk import Trunk
+from tests.command_line import called
 from tests.toy_run import toy as toy
 
 COMMANDS = ["train", "quickstart", "prepare", "evaluate", "audit", "doctor"]
@@ -46,15 +48,7 @@ def call(capsys, monkeypatch):
     """Run the command line in this process: (status, standard output, standard error)."""
     monkeypatch.setenv("COLUMNS", "120")
     transformers.utils.logging.disable_progress_bar()  # as the command line does where it is the first to import it
-
-    def run(*arguments):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as done:
-            main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return done.value.code or 0, out, err
-
-    return run
+    return partial(called, capsys)
 
 
 def assert_one_sentence(err: str) -> None:

@@ -6,16 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 import yaml
 
 import draftloop
-from draftloop.cli import main
 from draftloop.drafter.build import new_drafter
 from draftloop.drafter.families import spec_for
 from draftloop.recipe import DrafterPart
+from tests.command_line import called
 from tests.toy_run import toy_recipe
 
 
@@ -36,15 +37,7 @@ def toy(tmp_path_factory):
 def call(capsys, monkeypatch, tmp_path):
     """Run a command: (status, standard output, standard error)."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as done:
-            main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return done.value.code or 0, out, err
-
-    return run
+    return partial(called, capsys)
 
 
 @pytest.fixture

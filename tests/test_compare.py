@@ -24,6 +24,7 @@ from draftloop.evaluate import compare as room
 from draftloop.evaluate.table import comparison_tables
 from draftloop.evaluate.tau import acceptance, paired
 from draftloop.recipe import DrafterPart
+from tests.command_line import called
 from tests.toy_run import toy_checkpoint, toy_prompts
 
 SETTINGS = {"max_new_tokens": 16, "decode_prompts": 4}
@@ -60,12 +61,8 @@ def call(capsys, monkeypatch, toy, tmp_path):
     transformers.utils.logging.disable_progress_bar()
 
     def run(*arguments):
-        capsys.readouterr()
         fixed = ["--target", toy / "target", "--dtype", "float32", "-p", toy / "test.jsonl", "--max-new-tokens", 16]
-        with pytest.raises(SystemExit) as done:
-            main([str(argument) for argument in ("evaluate", "--compare", *arguments, *fixed)])
-        out, err = capsys.readouterr()
-        return done.value.code or 0, out, err
+        return called(capsys, "evaluate", "--compare", *arguments, *fixed)
 
     return run
 

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from draftloop.formats.zlab import save_drafter
 from draftloop.recipe import DrafterPart, Recipe
 from draftloop.target.load import load_target
 from draftloop.train.material import alone, command, load_recipe_drafter
+from tests.command_line import called
 from tests.test_serve_engine import engine_python
 from tests.toy_run import toy_checkpoint, toy_prompts
 
@@ -43,13 +45,7 @@ def call(capsys, monkeypatch, place):
     """Run the command line in the place: (status, standard output, standard error)."""
     monkeypatch.chdir(place)
 
-    def run(*arguments):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as done:
-            main([str(argument) for argument in arguments])
-        return (int(done.value.code or 0), *capsys.readouterr())
-
-    return run
+    return partial(called, capsys)
 
 
 # export ---------------------------------------------------------------------------------------------------------------
