@@ -104,15 +104,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def quick_target() -> Any:
-    """A random Llama of four layers; it has no tokenizer and needs none here."""
+def quick_target(**sizes: int) -> Any:
+    """A random Llama of four layers, or of other sizes; it has no tokenizer and needs none here."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
+    usual = dict(  # noqa: C408
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, eos_token_id=None, attn_implementation="sdpa",
+        num_key_value_heads=2, max_position_embeddings=128,
     )  # fmt: skip
+    config = LlamaConfig(**{**usual, **sizes}, eos_token_id=None, attn_implementation="sdpa")
     return load_target(LlamaForCausalLM(config))
 
 

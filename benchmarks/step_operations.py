@@ -27,6 +27,7 @@ import torch
 from measure import lessons_of
 from phases import PHASES
 from profile_step import METHODS, step_of
+from run import quick_target
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,7 +39,6 @@ from draftloop.drafter.masks import PackedChains, block_rule, block_tiles
 from draftloop.objective import rows
 from draftloop.recipe import DrafterPart
 from draftloop.supervise import propose, score
-from draftloop.target.load import load_target
 from draftloop.train.material import command, versions
 
 SIZES = {"lessons": 32, "anchors": 64, "chunk": 4096, "tokens": 320, "lines": 12}
@@ -119,18 +119,6 @@ def sized_for_a_gpu() -> Iterator[None]:
         yield
 
 
-def tiny() -> Any:
-    """A random Llama of two layers, as good as free to compute."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=1,
-        num_key_value_heads=1, max_position_embeddings=1024, eos_token_id=None, attn_implementation="sdpa",
-    )  # fmt: skip
-    return load_target(LlamaForCausalLM(config))
-
-
 def drafter_of(family: str, target: Any) -> Any:
     """A drafter of seven drafted tokens."""
     part: dict[str, Any] = {"family": family, "block_size": 7 if family == "dspark" else 8}
@@ -195,7 +183,10 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    target = tiny()
+    target = quick_target(  # as good as free to compute
+        hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=1, num_key_value_heads=1,
+        max_position_embeddings=1024,
+    )  # fmt: skip
     texts = torch.randint(0, 64, (options.lessons, options.tokens), generator=torch.Generator().manual_seed(0)).tolist()
     trunks = [response_trunk(tuple(t[:64]), t[64:], f"{i}", "", 0, False) for i, t in enumerate(texts)]
     found = [f"{command()}\n{versions()}", mask(options)]
