@@ -13,11 +13,11 @@ from draftloop.core.draws import key_of
 from draftloop.core.errors import InputError
 from draftloop.core.law import Sampling
 from draftloop.core.weights import write_tensors
-from draftloop.decode.loop import decode
+from draftloop.decode.loop import Decoder, decode
 from draftloop.decode.trace import Options, Request, Step
 from draftloop.recipe import RolloutPart
 from draftloop.supervise.lesson import Lesson
-from draftloop.supervise.rollout import load_rollout, roll_out, save_rollout
+from draftloop.supervise.rollout import load_rollout, options_of, requests_of, roll_out, save_rollout
 from tests.lessons import (
     rolled,
     world,
@@ -115,6 +115,25 @@ def test_a_rollout_is_decoding_with_those_options(rule):
         assert [replace(s, log_q=()) for s in lesson.steps] == [replace(s, log_q=()) for s in made.steps]
     drawn = [score for lesson in lessons for step in lesson.steps for score in step.log_q]
     assert all(score == 0 for score in drawn) == (rule == "match")  # an argmax, or drawn from q
+
+
+@pytest.mark.parametrize("engine", ["eager", "graph"])
+def test_a_decoder_that_is_kept_rolls_out_what_a_new_one_does(engine):
+    here, drafter = world("qwen3"), world("qwen3").drafters["half"]
+    part = RolloutPart(temperature=0.8, batch_size=2)
+    ends, here.target.engine = getattr(here.target, "engine", "auto"), engine
+    try:
+        kept = Decoder(here.target, drafter, options_of(part, 8, 5), requests_of(here.trunks, 0))
+        for visit in (0, 1):
+            how = {"max_new_tokens": 8, "seed": 5, "visit": visit}
+            want = roll_out(here.target, drafter, here.trunks, part, **how)
+            made = roll_out(here.target, drafter, here.trunks, part, **how, decoder=kept)
+            assert [(a.trunk, a.steps) for a in made] == [(a.trunk, a.steps) for a in want]
+            for a, b in zip(made, want, strict=True):
+                assert torch.equal(a.features, b.features)
+                assert torch.equal(a.verified, b.verified)
+    finally:
+        here.target.engine = ends
 
 
 def test_visits_and_answers_of_a_prompt_are_drawn_apart():

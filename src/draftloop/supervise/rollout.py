@@ -20,13 +20,25 @@ from draftloop.core.law import Sampling
 from draftloop.core.ranks import Ranks
 from draftloop.core.weights import read_tensors, write_tensors
 from draftloop.data.trunk import Trunk, response_trunk
-from draftloop.decode.loop import decode
-from draftloop.decode.trace import Options, Request, Step
+from draftloop.decode.loop import Decoder
+from draftloop.decode.trace import Generation, Options, Request, Step
 from draftloop.recipe import RolloutPart
 from draftloop.supervise.lesson import Lesson, rolled_out
 
 SCHEMA = "1"
 _ROWS = ("features", "hidden", "verified")
+
+
+def requests_of(prompts: Sequence[Trunk], visit: int) -> list[Request]:
+    """What is asked of a decoder; `visit` is the sample number of every request."""
+    # several answers to one prompt are several prompts here: else they would be rolled out as one and the same text
+    return [Request(trunk.prompt, key_of(f"{trunk.id}#{trunk.sample}"), visit) for trunk in prompts]
+
+
+def options_of(part: RolloutPart, max_new_tokens: int, seed: int) -> Options:
+    """How rollouts are decoded."""
+    law = Sampling(part.temperature)
+    return Options(max_new_tokens, law, part.rule, seed=seed, batch_size=part.batch_size, record=True)
 
 
 def roll_out(
@@ -39,6 +51,7 @@ def roll_out(
     seed: int,
     visit: int,
     ranks: Ranks | None = None,
+    decoder: Decoder | None = None,
 ) -> list[Lesson]:
     """Decode the prompts of fixed trunks anew with the current drafter.
 
@@ -51,6 +64,8 @@ def roll_out(
         seed: of the keyed draws.
         visit: how many rollouts came before; the sample number of every request.
         ranks: the processes that share the prompts.
+        decoder: one of this target, drafter and `options_of`, with room for these prompts, so that nothing is built
+            again; default: one for this call.
 
     Returns:
         one lesson a prompt of this process's share; responses without a verification are left out.
@@ -60,18 +75,17 @@ def roll_out(
     """
     ranks = ranks or Ranks()
     mine = ranks.share(prompts)
-    # several answers to one prompt are several prompts here: else they would be rolled out as one and the same text
-    requests = [Request(trunk.prompt, key_of(f"{trunk.id}#{trunk.sample}"), visit) for trunk in mine]
-    options = Options(
-        max_new_tokens,
-        Sampling(part.temperature),
-        part.rule,
-        seed=seed,
-        batch_size=part.batch_size,
-        record=True,
-    )
+    requests, options = requests_of(mine, visit), options_of(part, max_new_tokens, seed)
+    results = [Generation(request.ids) for request in requests]
+    used = decoder or Decoder(target, drafter, options, requests)
+    try:
+        for _ in used.rounds(requests, results):
+            pass
+    finally:
+        if decoder is None:
+            used.close()
     lessons = []
-    for trunk, made in zip(mine, decode(target, drafter, requests, options), strict=True):
+    for trunk, made in zip(mine, results, strict=True):
         if not made.steps:
             continue
         text = response_trunk(trunk.prompt, made.tokens, trunk.id, trunk.set, visit, made.finished, options.sampling)
