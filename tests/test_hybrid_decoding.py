@@ -43,7 +43,9 @@ def by_the_model(target, request, limit: int, eos=()) -> tuple[list[int], bool]:
     """Greedy text of the model's own forward over the whole text, again for every token."""
     ids, new = list(request.ids), []
     while len(new) < limit:
-        new.append(int(target.model(torch.tensor([ids + new]), use_cache=False).logits[0, -1].argmax()))
+        new.append(
+            int(target.model(torch.tensor([ids + new], device=target.device), use_cache=False).logits[0, -1].argmax())
+        )
         if new[-1] in eos:
             return new, True
     return new, False

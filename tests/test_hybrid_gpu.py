@@ -13,6 +13,7 @@ from draftloop.supervise.score import scored_rows
 from draftloop.target.load import load_target
 from tests.hybrid_tiny import hybrid_model
 from tests.stand_ins import replies, requests_of
+from tests.test_hybrid_decoding import by_the_model
 from tests.tiny import VOCAB, tiny_drafter
 from tests.trees import awkward, blocks_of, keep
 
@@ -61,4 +62,6 @@ def test_decoding_is_lossless(kind):
     requests = requests_of((1, 3, 8, 13), VOCAB)
     options = Options(max_new_tokens=16, batch_size=4)
     drafter = tiny_drafter(target, block=4)
-    assert replies(decode(target, drafter, requests, options)) == replies(decode(target, None, requests, options))
+    want = [by_the_model(target, one, 16, target.eos_ids) for one in requests]
+    assert replies(decode(target, None, requests, options)) == want
+    assert replies(decode(target, drafter, requests, options)) == want

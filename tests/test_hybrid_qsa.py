@@ -20,13 +20,14 @@ from draftloop.decode.trace import Options
 from draftloop.supervise.lesson import Lesson
 from draftloop.supervise.score import scored_rows
 from draftloop.target.load import load_target
+from draftloop.target.model import Target
 from draftloop.target.qsa import Indexer
 from tests.hybrid_tiny import exact_reference, hybrid_model, hybrid_target
 from tests.stand_ins import Scripted, garbled, replies, requests_of, scripts_of, with_eos
 from tests.test_hybrid_decoding import by_the_model
 from tests.test_target import paces, worst_row
 from tests.tiny import VOCAB
-from tests.trees import awkward, batches, blocks_of, keep, packed_pair, worst
+from tests.trees import awkward, batches, blocks_of, keep, loud, packed_pair, worst
 
 pytestmark = pytest.mark.hybrid
 
@@ -136,6 +137,21 @@ def test_a_leak_is_noticed(monkeypatch, how, kept):
         assert gap(found, lessons, cells) < EXACT
         spoil(monkeypatch, how)
         assert gap(found, lessons, cells) > 1e-3
+
+
+def test_masks_stay_boolean_where_others_are_given_as_numbers(monkeypatch):
+    """On CUDA. Before transformers 5.24 the model would add the selection to numbers as 0 and 1."""
+    selecting, plain = exact(FULL), loud("full")
+    with monkeypatch.context() as on_cuda:
+        on_cuda.setattr(Target, "device", torch.device("cuda"))
+        assert plain._adds_masks()
+        assert not selecting._adds_masks()
+    lessons, cells = awkward()
+    monkeypatch.setattr(Target, "_adds_masks", lambda self: True)
+    with pytest.raises(InputError, match="mask of numbers"):
+        gap(selecting, lessons, cells)
+    with pytest.raises(InputError, match="mask of numbers"):
+        hybrid_target(FULL)
 
 
 def test_groups_by_slot_are_refused_by_the_probe(monkeypatch):

@@ -57,6 +57,10 @@ class AttentionFamily(Protocol):
         """
         ...
 
+    def takes_numbers(self) -> bool:
+        """Whether its layers may be given masks as numbers to add to scores, in the place of boolean ones."""
+        ...
+
     def why_not_flex(self) -> str:
         """Why FlexAttention cannot read its trees, as a clause; empty if it may (its rows are compared then)."""
         ...
@@ -108,6 +112,10 @@ class SoftmaxAttention:
     def mixing(self, over: RowCache | TrunkCache | Tree) -> AbstractContextManager[None]:
         """Masks say it all."""
         return nullcontext()
+
+    def takes_numbers(self) -> bool:
+        """Softmax adds them itself."""
+        return True
 
     def why_not_flex(self) -> str:
         """See `AttentionFamily.why_not_flex`: nothing; what a model does beside its mask is compared, not told."""

@@ -132,6 +132,10 @@ class IndexedAttention(HybridAttention):
             back = tree.ancestors(gram.reach)[:, first:]
             stack.enter_context(gram.over(back, lambda ids: tree.tokens, everywhere))
 
+    def takes_numbers(self) -> bool:
+        """No: a selection is boolean, and before transformers 5.24 the model would add it to numbers as 0 and 1."""
+        return False
+
     def why_not_flex(self) -> str:
         """See `AttentionFamily.why_not_flex`."""
         return "its indexers select keys for each query, and are given to attention together with a dense mask"

@@ -324,7 +324,7 @@ class Target:
     def _adds_masks(self) -> bool:
         """Whether attention adds masks to the scores: `eager` wants numbers, CUDA's would make them in every layer."""
         way = getattr(self.config, "_attn_implementation", "")
-        return bool(way == "eager" or (way == "sdpa" and self.device.type == "cuda"))
+        return way == "eager" or (way == "sdpa" and self.device.type == "cuda" and self.family.takes_numbers())
 
     @contextmanager
     def _cut_down(self, read: Read | None) -> Iterator[None]:

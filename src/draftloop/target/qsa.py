@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
+from draftloop.core.errors import InputError
 from draftloop.core.tree import Lines, Tree
 from draftloop.target.hybrid import lay, replaced
 
@@ -86,7 +87,8 @@ class Indexer:
     def in_tree(self, lines: Lines, tree: Tree, first: int, raw_of: Tensor | None) -> Callable[..., Tensor]:
         """The indexer's forward over slots of a tree from `first` on; raw keys [A, T, d] of trunks fed before."""
 
-        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def forward(hidden: Tensor, turns: Any, mask: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            _check(mask)
             query, raw = self.project(hidden, tree.position[:, first:])
             trunk_raw = _at(raw, lines.trunk_row, lines.trunk_slot) if raw_of is None else raw_of
             groups = int(tree.position.max() + 1) // self.ratio + 1
@@ -112,7 +114,8 @@ class Indexer:
     def in_cache(self, store: Callable[[Tensor], Tensor], positions: Tensor) -> Callable[..., Tensor]:
         """The indexer's forward through a cache; `store` writes raw keys and gives those of all slots of the span."""
 
-        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def forward(hidden: Tensor, turns: Any, mask: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            _check(mask)
             query, raw = self.project(hidden, positions)
             held = store(raw)
             count = held.shape[1] // self.ratio
@@ -213,6 +216,15 @@ class NGrams:
             stack.enter_context(replaced(embedding, "forward", embed))
             stack.enter_context(replaced(self.module, "_short_conv", convolved))
             yield
+
+
+def _check(mask: Tensor) -> None:
+    """Refuse a mask of numbers, to which some versions of the model would add the selection as 0 and 1."""
+    if mask.dtype != torch.bool:
+        raise InputError(
+            "an indexer was given a mask of numbers, which it cannot select from",
+            fix="Load the target with attn_implementation='sdpa'.",
+        )
 
 
 def _at(part: Tensor, row: Tensor, slot: Tensor) -> Tensor:
