@@ -63,7 +63,7 @@ def test_headline_and_cells(derived, tmp_path):
     assert not by_place[8, "graph"]["pays"]
     assert by_place[1, "graph"]["speculative"]["tau"] == 2.0
     page = derived.table([raw])
-    assert "| 8 | 0 | graph | sdpa | 4000 | 2.000 | 3000 | 5.000 | 2.50 | 2.00 | 0.75 (SLOWER) |" in page
+    assert "| 8 | 0 | graph | sdpa | 4000 | 2.000 | 3000 | 5.000 | 2.50 | 2.00 | 0.75 (SLOWER) | 0.80 |" in page
     assert "Not measured: no memory." in page
 
 

@@ -65,8 +65,7 @@ class GraphEngine:
         longest: the longest text, prompt and response.
         kernel: how attention is computed; default: see `_kernel`.
         compiler: what compiles; default: `torch.compile` for "fused", nothing else.
-        join: whether layers that read the same input are one product where they are compiled (see `target.joined`);
-            default: but for plain decoding of one text, whose products are tuned.
+        join: whether layers that read the same input are one product where they are compiled (see `target.joined`).
 
     Raises:
         InputError: this target or drafter has no form of fixed size.
@@ -83,20 +82,21 @@ class GraphEngine:
         longest: int,
         kernel: Kernel | None = None,
         compiler: Callable[[Any], Any] | None = None,
-        join: bool | None = None,
+        join: bool = True,
     ) -> None:
         if why := unsupported(target, drafter):
             raise InputError(why, where=target.name, fix="Decode with engine eager.")
         self.target, self.options = target, options
         drafted = drafter.spec.drafted if drafter is not None else 0
-        self.compiler = compiler or (_compiler(rows, drafted) if options.engine == "fused" else None)
-        fuses = self.compiler is not None and (drafted > 0 or rows > 1)
-        self.kernel: Kernel = kernel or _kernel(target, rows, longest, fuses)
+        if compiler is None and options.engine == "fused":
+            compiler = partial(torch.compile, dynamic=False)
+        self.compiler = compiler
+        self.kernel: Kernel = kernel or _kernel(target, rows, longest, compiler is not None)
         if self.kernel == "flash" and (why := why_not_flash(target.device, target.dtype)):
             raise InputError(why, where=target.name, fix="Use the kernel matmul or sdpa.")
         if self.kernel == "flash":
             check_flash(target, longest + drafted + 1)
-        self._joined = target.join() if self.compiler is not None and (fuses if join is None else join) else None
+        self._joined = target.join() if compiler is not None and join else None
         self._captured: list[Any] = []
         self._call: object = None  # the latest
         self._on_gpu = target.device.type == "cuda"
@@ -104,16 +104,16 @@ class GraphEngine:
         self._graph: Any = None
         try:
             self.rows = FixedRows(
-                target, drafter, options, rows=rows, longest=longest, turns=2 * LOOK_EVERY, compiler=self.compiler
+                target, drafter, options, rows=rows, longest=longest, turns=2 * LOOK_EVERY, compiler=compiler
             )
             if self._on_gpu:
                 self._capture()
-            elif self.compiler is not None:
+            elif compiler is not None:
                 self.turn()  # what cannot be compiled is told now
         except (RuntimeError, torch.OutOfMemoryError) as error:
-            raise _fault(error, target.name, self.compiler is not None) from error
+            raise _fault(error, target.name, compiler is not None) from error
         except Exception as error:
-            if self.compiler is None or isinstance(error, InputError):
+            if compiler is None or isinstance(error, InputError):
                 raise
             raise _fault(error, target.name, True) from error  # a compiler's own kinds of error
 
@@ -329,16 +329,17 @@ class GraphEngine:
         return Commit(index, tokens, done)
 
 
-def _kernel(target: Any, rows: int, longest: int, fuses: bool) -> Kernel:
-    """How attention is computed if nobody says: `sdpa` and `matmul` by measurement (results/decode.json).
+def _kernel(target: Any, rows: int, longest: int, compiled: bool) -> Kernel:
+    """How attention is computed if nobody says, by measurement (results/decode.json).
 
     `flash` where layers are compiled, for it is one kernel in the place of several. It has a program for each key head
-    of each row, which walks over the whole text alone: few rows of long texts leave most of the GPU idle.
+    of each row, which walks over the whole text alone: few rows of long texts leave most of the GPU idle (where that
+    begins to cost more than it saves is a guess).
     """
-    pays = fuses and target.device.type == "cuda" and (longest <= _WALKED_ALONE or rows >= _BUSY)
+    pays = compiled and target.device.type == "cuda" and (longest <= _WALKED_ALONE or rows >= _BUSY)
     if pays and not why_not_flash(target.device, target.dtype):
         return "flash"
-    return "matmul" if fuses or rows >= _MANY else "sdpa"
+    return "matmul" if compiled or rows >= _MANY else "sdpa"
 
 
 @cache
@@ -351,15 +352,6 @@ def _forget_workspaces() -> None:
     forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if forget is not None:
         forget()
-
-
-def _compiler(rows: int, drafted: int) -> Callable[[Any], Any]:
-    """One token at a time, products are vectors times matrices: tuned, they become reductions that fuse with the rest.
-
-    Measured on an H200 (`tuned` in docs/results.md) for a plain round of one row alone, so nothing else is tuned.
-    """
-    tuned = {"options": {"coordinate_descent_tuning": True}} if rows == 1 and not drafted else {}
-    return partial(torch.compile, dynamic=False, **tuned)
 
 
 def unsupported(target: Any, drafter: Any | None) -> str:
