@@ -112,10 +112,10 @@ def table(raws: Sequence[Path] = RAW) -> str:
         f"{' and '.join(f'`{one}`' for one in found['commands'])} on {settings['hardware'].get('gpu', 'CPU')},"
         f" torch {settings['versions']['torch']}, transformers {settings['versions']['transformers']};"
         f" drafter {settings['drafter']['from']}, block {settings['drafter']['block_size']}. {_checked(checks)}"
-        " Round cost = the tau above which speculation pays. Each cell decodes as many texts as it has rows (six times"
-        " that at batch 1): speculative rows end at unlike times and then stand idle, so the last column but one falls with"
-        " the batch; the last is tau over round cost, what speculation brings while ended rows are refilled (prefill"
-        " left out).",
+        " Round cost = the tau above which speculation pays. Each cell decodes as many texts as it has rows (one"
+        " after the other at batch 1): speculative rows end at unlike times and then stand idle, so the last"
+        " column but one falls with the batch; the last is tau over round cost, what speculation brings while"
+        " ended rows are refilled (prefill left out).",
         "",
         "| batch | T | engine | kernel | plain tokens/s | ms a step | speculative tokens/s | ms a round | round cost"
         " | tau | against plain | refilled |",
