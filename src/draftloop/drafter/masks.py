@@ -56,13 +56,19 @@ def block_mask(anchor: Tensor, context: int, size: int, causal: bool = False, wi
     b, n = anchor.shape
     queries, keys = n * size, context + n * size
     if anchor.is_cuda:
-
-        def see(row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return block_rule(anchor, context, size, row, q, k, causal, window)
-
-        return tiled_mask(see, *block_tiles(anchor, context, size, causal, window), queries, keys)
+        return tiled_block_mask(anchor, context, size, causal, window)
     row, q, k = torch.arange(b).view(b, 1, 1), torch.arange(queries).view(1, -1, 1), torch.arange(keys).view(1, 1, -1)
     return block_rule(anchor, context, size, row, q, k, causal, window).unsqueeze(1)
+
+
+def tiled_block_mask(anchor: Tensor, context: int, size: int, causal: bool = False, window: int | None = None) -> Any:
+    """As `block_mask`, always a BlockMask."""
+    queries = anchor.shape[1] * size
+
+    def see(row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return block_rule(anchor, context, size, row, q, k, causal, window)
+
+    return tiled_mask(see, *block_tiles(anchor, context, size, causal, window), queries, context + queries)
 
 
 def block_tiles(
