@@ -5,8 +5,7 @@ Anchors stand in a padded grid [b, M], for a drafter reads whole trunks; blocks 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -55,19 +54,3 @@ class _Cells(Draft):
 
 def _computing(device: torch.device, precision: torch.dtype) -> AbstractContextManager[Any]:
     return nullcontext() if precision == torch.float32 else torch.autocast(device.type, dtype=precision)
-
-
-@contextmanager
-def training_products(precision: torch.dtype) -> Iterator[None]:
-    """Let products of float32 round their factors to TF32 for a while, where the rest of training is bfloat16 anyway.
-
-    Trained parts of readouts are float32, and as high as the vocabulary: without it their products bound a step on a
-    GPU. Draws and losses see the same rounding, for both are made in here. In float32 nothing is rounded.
-    """
-    before = torch.get_float32_matmul_precision()
-    try:
-        if precision == torch.bfloat16:
-            torch.set_float32_matmul_precision("high")
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

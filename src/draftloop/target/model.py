@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from draftloop.core.errors import InputError
 from draftloop.core.files import fingerprint
 from draftloop.core.law import Law, Readout, Sampling
+from draftloop.core.products import served_products
 from draftloop.core.tree import Packed, Tree
 from draftloop.target.attention import AttentionFamily, Masks
 from draftloop.target.cache import RowCache, TrunkState
@@ -303,6 +304,7 @@ class Target:
         final = self.num_layers in taps  # its row is wanted at all slots, so nothing is cut down
         early = read if self._reads_early and not final else None
         with ExitStack() as stack:
+            stack.enter_context(served_products())
             tapped = stack.enter_context(self._tapped(taps[:-1] if final else taps))
             stack.enter_context(self._cut_down(early))
             stack.enter_context(mixing)

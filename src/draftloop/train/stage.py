@@ -18,6 +18,7 @@ from torch import Tensor
 
 from draftloop.core.draws import Purpose, key_of, permutation
 from draftloop.core.errors import EnvironmentFault, InputError
+from draftloop.core.products import training_products
 from draftloop.drafter.build import for_decoding
 from draftloop.drafter.compiled import compiling
 from draftloop.evaluate.tau import acceptance
@@ -26,7 +27,6 @@ from draftloop.learn.update import Learnt, confidence_weight, differentiate
 from draftloop.objective.terms import needs_teacher
 from draftloop.recipe import StagePart, StopPart
 from draftloop.supervise.batch import Scored, supervise
-from draftloop.supervise.drafting import training_products
 from draftloop.supervise.lesson import Lesson
 from draftloop.supervise.rollout import load_rollout, roll_out, save_rollout
 from draftloop.train.checkpoint import Best, State, save
