@@ -286,3 +286,14 @@ def test_audit(toy, target, drafter):
 def test_a_checkpoint_of_another_kind(tmp_path):
     loaded = draftloop.load_target(toy_checkpoint(tmp_path / "q", "qwen3"), dtype="float32", device="cpu")
     assert draftloop.generate(loaded, ["the cat"], max_new_tokens=4)[0].tokens
+
+
+def test_names_and_single_prompts_are_told_from_what_they_stand_for(target):
+    with pytest.raises(InputError, match=r"one prompt, not a list.*\[prompt\]"):
+        draftloop.generate(target, "the cat")
+    with pytest.raises(InputError, match="one prompt, not a list"):
+        draftloop.generate(target, [{"role": "user", "content": "the cat"}])
+    with pytest.raises(InputError, match=r"a name, not a loaded target.*load_target"):
+        draftloop.generate("smollm2", ["the cat"])
+    with pytest.raises(InputError, match=r"a name, not a loaded target.*load_target"):
+        draftloop.load_drafter("bundled", "smollm2")

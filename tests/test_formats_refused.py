@@ -23,6 +23,7 @@ from tests.checkpoints import SPEC, edit, loose, refused, retensor
     ("change", "words"),
     [
         ({"block_size": 1, "nested__block_size": 1}, ["block_size 1 drafts nothing", "config.json"]),
+        ({"block_size": 10**6, "nested__block_size": 10**6}, ["a block of 1000000 is longer than", "4 to 16"]),
         ({"nested__block_size": 6}, ["block_size is 5 at top level and 6 in dflash_config"]),
         ({"block_size": None, "nested__block_size": None}, ["block_size is missing"]),
         ({"block_size": True, "nested__block_size": True}, ["block_size is true"]),

@@ -215,3 +215,12 @@ def test_a_drafter_of_another_family_than_the_recipe_names_is_refused(place):
             continue
         with pytest.raises(InputError, match=r"is a drafter of family dflash, and the recipe wants eagle3"):
             load_recipe_drafter(recipe, target)
+
+
+def test_cells_that_a_given_drafter_overrules_are_told(place):
+    target = load_target(str(place / "target"), dtype="float32", device="cpu")
+    given = {"init": str(place / "run" / "drafter")}
+    own = load_recipe_drafter(Recipe.model_validate({"drafter": given}), target)[0].spec
+    asked = {**given, "layers": own.layers + 1, "taps": len(own.target_layers)}
+    with pytest.warns(UserWarning, match=f"its own shape: layers is {own.layers}, not {own.layers + 1}$"):
+        load_recipe_drafter(Recipe.model_validate({"drafter": asked}), target)

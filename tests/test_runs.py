@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -142,6 +143,15 @@ def test_another_recipe_in_the_same_directory_is_refused(toy, whole):
         run(toy / "recipe.yaml", whole, ["stages.sft.optimiser.lr=0.5"])
     assert "--fresh" in str(caught.value)
     assert files(whole) == before
+
+
+def test_a_damaged_note_of_a_run_is_no_other_recipe(toy, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "run" / "run.json").write_text("{x")
+    before = files(tmp_path / "run")
+    with pytest.raises(InputError, match=r"recipe this run is of is damaged.*run\.json|run\.json.*is damaged"):
+        run(toy / "recipe.yaml", tmp_path / "run")
+    assert files(tmp_path / "run") == before
 
 
 def test_fresh_begins_anew(toy, tmp_path):

@@ -316,8 +316,12 @@ def audit(
 def _requests(
     target: Target, prompts: Sequence[Ask], template_kwargs: Mapping[str, Any], named: Sequence[Prompt] | None = None
 ) -> list[Request]:
+    if isinstance(target, str):
+        raise InputError("the target is a name, not a loaded target", fix="Load it first: load_target(...).")
     if target.tokenizer is None:
         raise InputError("the target has no tokenizer", where=target.name, fix="Pass one to load_target.")
+    if isinstance(prompts, str) or any(isinstance(ask, Mapping) for ask in prompts):
+        raise InputError("prompts is one prompt, not a list of them", fix="Write [prompt].")
     out = []
     asked: Counter[str] = Counter()  # a prompt given twice wants two samples, not one sample twice
     for i, ask in enumerate(prompts):

@@ -65,6 +65,11 @@ class DrafterSpec:
                 f"block_size {self.block_size} drafts nothing",
                 fix="Use at least 2 (one anchor slot, one drafted slot).",
             )
+        if self.block_size > self.max_positions:
+            raise InputError(
+                f"a block of {self.block_size} is longer than the drafter's {self.max_positions} positions",
+                fix="Use about 4 to 16.",
+            )
         if self.heads % self.kv_heads:
             raise InputError(
                 f"{self.heads} heads cannot share {self.kv_heads} key/value heads",

@@ -111,6 +111,8 @@ def load_drafter(
         InputError: not a whole, finite checkpoint of a form that is read, one that says a thing twice and differently,
             or one made for a target of another shape.
     """
+    if isinstance(target, (str, os.PathLike)):
+        raise InputError("the target is a name, not a loaded target", fix="Load it first: load_target(...).")
     if (lookup := ngram_spec(path)) is not None:
         return ngram_drafter(lookup, target)
     folder = mtp.native_folder(target) if str(path) == mtp.NATIVE and target is not None else named_folder(path)

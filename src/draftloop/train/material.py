@@ -12,6 +12,7 @@ import platform
 import shlex
 import shutil
 import sys
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -155,14 +156,21 @@ def find_run(recipe: Recipe, folder: Path, *, fresh: bool = False) -> Recipe | N
         return None
     if fresh or not resolved.is_file():
         return None
+    begun = any((folder / name).exists() for name in ("checkpoints", "stages.json", "summary.json"))
     try:
         before = json.loads(note.read_text(encoding="utf-8")).get("recipe")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError) as error:
+        if begun:
+            raise InputError(
+                "the note that says which recipe this run is of is damaged",
+                where=str(note),
+                fix="Put it back from a copy, give another --out, or --fresh to begin anew in this one.",
+            ) from error
         before = None
     old = load_recipe(resolved)
     if before == recipe_fingerprint(recipe):
         return old
-    if not any((folder / name).exists() for name in ("checkpoints", "stages.json", "summary.json")):
+    if not begun:
         return None
     changed = _changes(old, recipe)
     shown = changed[:3] + ([f"and {len(changed) - 3} more"] if len(changed) > 3 else [])
@@ -300,6 +308,7 @@ def load_recipe_drafter(recipe: Recipe, target: Target) -> tuple[Any, dict[str, 
             where="drafter.family",
             fix=f"Leave out drafter.init for a new {family} drafter, or set drafter.family to {drafter.spec.family}.",
         )
+    _note_shape(recipe.drafter, drafter.spec)
     before = drafter.spec.made_for
     if (engine := recipe.drafter.served_by) is not None:
         if not isinstance(drafter.spec, MTPSpec):
@@ -308,6 +317,17 @@ def load_recipe_drafter(recipe: Recipe, target: Target) -> tuple[Any, dict[str, 
         drafter.spec = computed_by(drafter.spec, engine)
     drafter.spec = replace(drafter.spec, made_for=made_for(target))
     return drafter, before
+
+
+def _note_shape(part: DrafterPart, spec: Any) -> None:
+    """Say which cells have no effect because the drafter that is begun with has another shape."""
+    own = {name: getattr(spec, name) for name in ("block_size", "layers", "heads", "kv_heads", "head_dim",
+                                                  "intermediate_size")}  # fmt: skip
+    own |= {"target_layers": list(spec.target_layers), "taps": len(spec.target_layers)}
+    idle = [f"{name} is {value}, not {given}" for name, value in own.items()
+            if (given := getattr(part, name)) not in (None, value, DrafterPart.model_fields[name].default)]  # fmt: skip
+    if idle:
+        warnings.warn(f"drafter.init: {part.init} keeps its own shape: {', '.join(idle)}", stacklevel=2)
 
 
 def answer_split(
