@@ -296,6 +296,7 @@ class OutOfMemoryError(RuntimeError):
         (MemoryError(), 3, "out of memory"),
         (OutOfMemoryError("CUDA out of memory.\nTried to allocate"), 3, "out of memory"),
         (OSError(28, "No space left on device"), 3, "the disk is full"),
+        (OSError(28, "No space left on device", "a/b"), 3, "a/b: the disk is full. Free some space"),
         (ValueError("two\nlines"), 1, "our fault: ValueError: two lines."),
         (KeyError("x"), 1, "our fault: KeyError: 'x'."),
         (AssertionError(), 1, "our fault: AssertionError"),

@@ -118,6 +118,15 @@ def test_a_name_or_a_number_that_cannot_be_meant_is_told_first(call, toy, no_tar
         assert (status, words in err) == (2, True), err
 
 
+def test_plain_decoding_in_a_drafters_place_is_told_with_a_fix_that_there_is(call, toy, no_target):
+    """Fails if a command advises an option that only another one has."""
+    for command in commands(toy, drafter="none"):
+        if command[0] in ("audit", "evaluate") and "--compare" not in command:
+            status, _, err = call(*command)
+            assert status == 2
+            assert "Name a drafter folder or a run directory; none is for `draftloop evaluate --compare` alone." in err
+
+
 def test_a_wrong_prompt_file_costs_no_import_of_torch():
     """Fails if the API, or torch, is imported before the files are looked at."""
     script = (

@@ -17,6 +17,7 @@ from rich.console import Console
 import draftloop
 from draftloop.cli import main
 from draftloop.core.errors import InputError
+from draftloop.core.files import writing_fault
 from draftloop.data.trunk import response_trunk
 from draftloop.drafter.build import new_drafter
 from draftloop.drafter.families import spec_for
@@ -256,6 +257,20 @@ def test_one_drafter_alone_leaves_rows_too(toy, tmp_path, capsys):
     head, *rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert head["kind"] == "evaluate"
     assert [(row["kind"], row["drafter"], row["temperature"]) for row in rows] == [("walk", str(toy / "a"), 0.0)] * 6
+
+
+def test_where_the_picture_fails_the_rows_are_said_to_be_whole(call, toy, tmp_path, monkeypatch):
+    """The same command would be refused for them. Fails if it is what is advised."""
+    out, picture = tmp_path / "rows.jsonl", tmp_path / "rows.png"
+
+    def full(*_):
+        raise writing_fault(OSError(28, "No space left on device"), picture)
+
+    monkeypatch.setattr("draftloop.evaluate.plot.plot_comparison", full)
+    status, _, err = call(toy / "a", "none", "--decode-prompts", 0, "--out", out)
+    assert status == 3
+    assert f"{picture}: the disk is full. Mend that and name another --out: the rows are whole in {out}" in err
+    assert out.is_file()
 
 
 # what is refused -------------------------------------------------------------------------------------------------------

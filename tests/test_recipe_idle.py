@@ -1,12 +1,15 @@
-"""Cells without effect are named as a run begins, and a budget that cannot be kept; both are no errors."""
+"""Cells without effect are named as a run begins, and a budget that cannot be kept; what a loss holds is reckoned."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from draftloop.recipe import StagePart
 from draftloop.recipe_idle import idle_cells
-from draftloop.train.plan import over_budget
+from draftloop.train.plan import loss_rows, over_budget
 
 
 @pytest.mark.parametrize(
@@ -55,3 +58,25 @@ def test_a_budget_that_one_anchor_exceeds_is_said():
     assert "may take 54 target tokens, more than branch.target_tokens (53)" in line
     assert over_budget(part(method="sft", branch={"target_tokens": 53}), 3, lengths) == []
     assert over_budget(part(), 3, lengths) == []
+
+
+@pytest.mark.parametrize(
+    ("cells", "device", "rows"),
+    [
+        ({}, "cuda", 512),
+        ({"objective": {"chunk": 100_000}}, "cuda", 12 * 64 * 7),  # no more than there are
+        ({"objective": {"chunk": 100_000}}, "cpu", 128),
+        ({"batch_size": 1, "anchors_per_sequence": 2}, "cpu", 14),
+        ({"batch_size": 1, "anchors_per_sequence": 900, "objective": {"chunk": 100_000}}, "cuda", 91 * 7),
+        ({"batch_size": 2, "anchors": "all", "objective": {"chunk": 100_000}}, "cuda", 2 * 91 * 7),
+        ({"objective": {"kernel": "triton"}}, "cuda", 0),
+    ],
+)
+def test_a_loss_holds_no_more_rows_than_a_batch_has(cells, device, rows, monkeypatch):
+    """Fails if memory is reckoned for a chunk that no batch can fill."""
+    monkeypatch.setattr(
+        "draftloop.train.plan.eager_reason", lambda stage, *_: None if stage.objective.kernel == "triton" else "so"
+    )
+    stage = StagePart(name="s", steps=1, **{"batch_size": 12, "anchors_per_sequence": 64, **cells})
+    target = SimpleNamespace(device=torch.device(device))
+    assert loss_rows(stage, target, SimpleNamespace(spec=SimpleNamespace(drafted=7)), 90.2) == rows

@@ -124,6 +124,49 @@ def test_what_was_answered_before_a_crash_is_kept(target, tmp_path, asked, monke
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
 
 
+@pytest.mark.parametrize(
+    "damage", ["{", "7", "{}", '{"prompt": "p1", "sample": 0, "asked": "x", "trunks": [{"tokens": 3}]}']
+)
+def test_a_damaged_line_in_the_midst_costs_its_own_answer_alone(target, tmp_path, asked, damage):
+    """Fails if what stands below it is dropped, if nobody hears of it, or if it is an error."""
+    path = tmp_path / "a.jsonl"
+    whole = prepare_trunks(target, PROMPTS, part(), path)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join([*lines[:2], damage, *lines[3:], ""]), encoding="utf-8")
+    with pytest.warns(UserWarning, match=r"a\.jsonl:3: this line is damaged and left out; `draftloop prepare` answers"):
+        assert read_trunks(path) == [trunk for trunk in whole.trunks if trunk.id != "p1"]
+    asked.clear()
+    with pytest.warns(UserWarning, match=r"a\.jsonl:3: this line is damaged and dropped, and what it held is answered"):
+        assert prepare_trunks(target, PROMPTS, part(), path) == whole
+    assert asked == keys("p1")
+    assert sorted(path.read_text(encoding="utf-8").splitlines()) == sorted(lines)
+
+
+def test_several_damaged_lines_are_one_sentence(target, tmp_path, asked):
+    path = tmp_path / "a.jsonl"
+    prepare_trunks(target, PROMPTS, part(), path)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join([*lines[:2], "", "x", lines[3], "y", lines[5], ""]), encoding="utf-8")
+    asked.clear()
+    with pytest.warns(UserWarning, match=r"a\.jsonl:4: this line is damaged \(and 1 more below\) and dropped"):
+        prepare_trunks(target, PROMPTS, part(), path)
+    assert asked == keys("p1", "p3")
+
+
+def test_answers_below_a_damaged_header_are_kept_aside(target, tmp_path, asked):
+    """Nobody can tell what they answer, and the header may be mended. Fails if they are lost without a word."""
+    path = tmp_path / "a.jsonl"
+    whole = prepare_trunks(target, PROMPTS, part(), path)
+    before = path.read_bytes()
+    path.write_bytes(b"#" + before)
+    asked.clear()
+    with pytest.warns(UserWarning, match=r"of unknown settings, since its first line is damaged, and are kept as a-"):
+        assert prepare_trunks(target, PROMPTS, part(), path) == whole
+    assert len(asked) == 5
+    (aside,) = tmp_path.glob("a-*.jsonl")
+    assert aside.read_bytes() == b"#" + before
+
+
 @pytest.mark.parametrize("change", ["length", "temperature", "top_p", "seed", "template", "longest", "greedy"])
 def test_other_options_begin_a_fresh_file(target, tmp_path, asked, change):
     base, seed, greedy = part(temperature=0.5), 0, False

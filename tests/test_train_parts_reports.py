@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from draftloop.core.errors import InputError
+from draftloop.core.errors import EnvironmentFault, InputError
 from draftloop.train.metrics import MetricsLog, read_metrics, same_but_timings, without_timings
 from draftloop.train.progress import Cost, Progress, cost_sheet, human_bytes, human_count, human_seconds
 
@@ -66,6 +68,16 @@ def test_nan_is_null_at_any_depth(tmp_path):
     row = read_metrics(tmp_path)[0]
     assert (row["a"], row["b"], row["c"], row["d"]) == (None, None, [1.0, None], {"e": [None]})
     assert scalars(tmp_path) == {}
+
+
+def test_a_disk_that_is_full_when_lines_are_forced_onto_it_names_the_file(tmp_path, monkeypatch):
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with MetricsLog(tmp_path) as log:
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(EnvironmentFault, match=r"metrics\.jsonl: the disk is full"):
+            log.position()
 
 
 def test_a_resumed_log_is_that_of_a_run_that_never_stopped(tmp_path):

@@ -50,7 +50,8 @@ def _explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, MemoryError) or short:
         return "out of memory. Lower batch_size, or use a smaller target.", EnvironmentFault.exit_code
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "the disk is full. Free some space and run the same command again.", EnvironmentFault.exit_code
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return f"{where}the disk is full. Free some space and run the same command again.", EnvironmentFault.exit_code
     if isinstance(error, OSError) and error.filename is not None:
         reason = f"{error.filename}: {error.strerror}. Check the path, and that it can be read and written."
         return reason, EnvironmentFault.exit_code

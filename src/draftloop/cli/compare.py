@@ -13,7 +13,7 @@ from rich.console import Console
 from draftloop.cli.app import drafter_folder, is_plain, say
 from draftloop.cli.early import check_inputs
 from draftloop.cli.rows import head_of, row_writer
-from draftloop.core.errors import InputError
+from draftloop.core.errors import EnvironmentFault, InputError
 
 PICTURE = "compare.png"  # beside the kept answers, where no rows are written
 
@@ -55,7 +55,13 @@ def compare(
             report=lambda title, unit: reporting(title, unit=unit, silent=as_json),
             **options,
         )
-    plot_comparison(found, picture)
+    try:
+        plot_comparison(found, picture)
+    except EnvironmentFault as fault:
+        if out is None:
+            raise
+        fix = f"Mend that and name another --out: the rows are whole in {out}, which is not overwritten."
+        raise EnvironmentFault(fault.what, where=fault.where, fix=fix) from fault
     if as_json:
         print(json.dumps({**found.to_json(), "picture": str(picture)}, indent=2))
     else:

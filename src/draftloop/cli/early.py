@@ -40,8 +40,9 @@ def check_inputs(
     check_new(out)
     for one in drafters:
         if is_plain(one):
-            what = "this stands for plain decoding, which a drafter is compared with"
-            raise InputError(what, where=str(one), fix="Name a drafter, or several of them and none with --compare.")
+            what = "this stands for plain decoding, and here a drafter is asked for"
+            fix = f"Name a drafter folder or a run directory; {one} is for `draftloop evaluate --compare` alone."
+            raise InputError(what, where=str(one), fix=fix)
     read_prompts(list(prompts), Path("."), limit)
     for folder in (*folders, *([] if out is None else [out.parent])):
         check_writable(folder)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from draftloop.core.errors import InputError
+from draftloop.core.errors import EnvironmentFault, InputError
 from draftloop.core.files import writing_fault
 
 
@@ -36,7 +37,8 @@ def check_new(out: Path | None) -> None:
 def row_writer(stack: ExitStack, out: Path | None, head: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
     """A function that writes one row to `out`, made with the first row and headed by `head`; to nowhere without it.
 
-    Row by row, so that a killed command has kept what it measured.
+    Row by row, so that a killed command has kept what it measured. What cannot be written to its end is removed: the
+    same command would refuse it.
 
     Args:
         stack: closes the file.
@@ -45,20 +47,37 @@ def row_writer(stack: ExitStack, out: Path | None, head: dict[str, Any]) -> Call
 
     Raises:
         InputError: there is such a file.
+        EnvironmentFault: the disk is full, now or at a later row, or at the end; the file is gone.
     """
     if out is None:
         return lambda row: None
     check_new(out)
     opened: list[TextIO] = []
 
+    def failed(error: OSError) -> EnvironmentFault:
+        if opened:  # else it is not ours
+            with suppress(OSError):  # closing tries to write once more what could not be written
+                opened[0].close()
+            out.unlink(missing_ok=True)
+        return writing_fault(error, out)
+
+    def close() -> None:
+        try:
+            if not opened[0].closed:
+                os.fsync(opened[0].fileno())  # some file systems tell only then that there was no room
+                opened[0].close()
+        except OSError as error:
+            raise failed(error) from error
+
     def write(row: dict[str, Any]) -> None:
         try:
             if not opened:
                 out.parent.mkdir(parents=True, exist_ok=True)
-                opened.append(stack.enter_context(out.open("x", encoding="utf-8", buffering=1)))
+                opened.append(out.open("x", encoding="utf-8", buffering=1))
+                stack.callback(close)
                 opened[0].write(json.dumps(head) + "\n")
             opened[0].write(json.dumps(row) + "\n")
         except OSError as error:
-            raise writing_fault(error, out) from error
+            raise failed(error) from error
 
     return write

@@ -54,11 +54,17 @@ class NgramSpec:
     made_for: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.drafted < 1 or not 1 <= self.shortest <= self.longest:
-            raise InputError(
-                f"{self.name} looks for {self.shortest} to {self.longest} tokens and proposes {self.drafted}",
-                fix=f"Write {NAME}:K:SHORTEST:LONGEST with K and SHORTEST at least 1, as {NAME}:7:2:4.",
-            )
+        problem, wanted = "", ""
+        if self.drafted < 1:
+            problem, wanted = f"proposes {self.drafted} tokens", "K at least 1"
+        elif self.shortest < 1:
+            problem, wanted = f"looks for as few as {self.shortest} tokens", "SHORTEST at least 1"
+        elif self.shortest > self.longest:
+            problem = f"looks for at least {self.shortest} and at most {self.longest} tokens"
+            wanted = "LONGEST no less than SHORTEST"
+        if problem:
+            fix = f"Write {NAME}:K:SHORTEST:LONGEST with {wanted}, as {NAME}:7:2:4."
+            raise InputError(f"{self.name} {problem}", fix=fix)
 
     @property
     def block_size(self) -> int:

@@ -27,7 +27,7 @@ from draftloop.core.law import Readout, Sampling
 from draftloop.objective.fused import Kernel, fused, why_eager
 from draftloop.objective.question import Kind, Question, ask, places
 
-__all__ = ["Kernel", "Kind", "Overlap", "overlap_rows", "row_values", "spread"]
+__all__ = ["Kernel", "Kind", "Overlap", "overlap_rows", "row_values", "rows_at_once", "spread"]
 
 _Compute = Callable[[Tensor, bool], tuple[Tensor, Tensor | None]]  # rows, differentiate -> values, Jacobian rows
 
@@ -156,16 +156,17 @@ def _answer(question: Question, student: Tensor, chunk: int, kernel: Kernel) -> 
     if why_eager(kernel, question.heads, student.device) is None:
         compute: _Compute = partial(fused, question)
     else:
-        compute = partial(_by_chunks, question, _rows_at_once(chunk, student))
+        compute = partial(_by_chunks, question, rows_at_once(chunk, student.device))
     with torch.autocast(student.device.type, enabled=False):  # the readout's own dtype is the law's
         if torch.is_grad_enabled() and question.readout.parameters:
-            return _by_checkpoints(question, _rows_at_once(chunk, student), student)
+            return _by_checkpoints(question, rows_at_once(chunk, student.device), student)
         result: Tensor = _RowValues.apply(student, compute) if wanted else compute(student, False)[0]
     return result
 
 
-def _rows_at_once(chunk: int, student: Tensor) -> int:
-    return min(chunk, _CPU_ROWS) if student.device.type == "cpu" else chunk
+def rows_at_once(chunk: int, device: torch.device) -> int:
+    """Most rows whose logits are held at a time, where `chunk` are asked for."""
+    return min(chunk, _CPU_ROWS) if device.type == "cpu" else chunk
 
 
 def _by_checkpoints(question: Question, chunk: int, student: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -135,11 +135,12 @@ def read_trunks(path: Path) -> list[Trunk]:
     fix = "Give trunks/train.jsonl of a run directory; `draftloop prepare` writes it."
     if not path.is_file():
         raise InputError("there is no file of answers", where=str(path), fix=fix)
-    lines = _whole_lines(path)
-    head = json.loads(lines[0]) if lines else None
+    lines = _lines(path)
+    head = _parsed(lines[0]) if lines else None
     if not isinstance(head, dict) or head.get("schema") != SCHEMA or "response" not in head:
         raise InputError("this is no file of answers", where=str(path), fix=fix)
-    return [trunk for _, trunks in _answers(path, lines) for trunk in trunks]
+    answers = _answers(path, lines, "left out; `draftloop prepare` answers anew what it held")
+    return [trunk for one in answers for trunk in one.kept.trunks]
 
 
 def _prepared(prompts: Sequence[Prompt], data: DataPart, samples: int, book: _Book) -> Prepared:
@@ -227,20 +228,22 @@ class Kept:
 
 
 class _Book:
-    """The file of trunks: whole lines only, appended and synced batch by batch."""
+    """The file of trunks: whole lines only, appended and synced batch by batch.
+
+    Warns:
+        UserWarning: a line in its midst is damaged, or the header is. What the others hold is kept.
+    """
 
     def __init__(self, path: Path, header: dict[str, Any], regenerate: bool) -> None:
         self.path, self.regenerate = path, regenerate
         self._kept: dict[tuple[str, int, str], Kept] = {}
-        lines = _whole_lines(path)
-        if lines and _identity(json.loads(lines[0])) != _identity(header):
+        lines = _lines(path)
+        if lines and _identity(_parsed(lines[0])) != _identity(header):
             lines = _exchange(path, lines, header)
-        if lines:
-            for row, trunks in _answers(path, lines):
-                self._kept[(row["prompt"], row["sample"], row["asked"])] = Kept(trunks, row.get("refused", ""))
-        else:
-            lines = [json.dumps(header)]
-        write_text(path, "".join(line + "\n" for line in lines))
+        answers = _answers(path, lines, "dropped, and what it held is answered anew")
+        self._kept |= {one.key: one.kept for one in answers}
+        whole = [lines[0] if lines else json.dumps(header), *(one.line for one in answers)]
+        write_text(path, "".join(line + "\n" for line in whole))
 
     def given(self, prompt: Prompt) -> bool:
         """Whether the answer that the prompt carries is taken."""
@@ -276,11 +279,40 @@ class _Book:
             raise writing_fault(error, self.path) from error
 
 
-def _answers(path: Path, lines: list[str]) -> Iterator[tuple[dict[str, Any], list[Trunk]]]:
-    """What stands below the header of a file: each row, and the trunks in it."""
+@dataclass(frozen=True)
+class _Answer:
+    """A line below the header: as it stands there, whose answer it is, and the answer."""
+
+    line: str
+    key: tuple[str, int, str]
+    kept: Kept
+
+
+def _answers(path: Path, lines: list[str], fate: str) -> list[_Answer]:
+    """What stands below the header of a file; damaged lines are named with their `fate`, in one warning."""
+    found, damaged = [], []
     for number, line in enumerate(lines[1:], start=2):
-        row = json.loads(line)
-        yield row, [Trunk.from_json(trunk, f"{path}:{number}") for trunk in row["trunks"]]
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            key = str(row["prompt"]), int(row["sample"]), str(row["asked"])
+            trunks = [Trunk.from_json(trunk, f"{path}:{number}") for trunk in row["trunks"]]
+            found.append(_Answer(line, key, Kept(trunks, str(row.get("refused", "")))))
+        except (AttributeError, KeyError, TypeError, ValueError, InputError):
+            damaged.append(number)
+    if damaged:
+        more = f" (and {len(damaged) - 1} more below)" if damaged[1:] else ""
+        warnings.warn(f"{path}:{damaged[0]}: this line is damaged{more} and {fate}.", stacklevel=4)
+    return found
+
+
+def _parsed(line: str) -> Any:
+    """What a line says; None where it is damaged."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
 
 
 def _identity(header: Any) -> dict[str, Any]:
@@ -290,7 +322,7 @@ def _identity(header: Any) -> dict[str, Any]:
 
 def _exchange(path: Path, lines: list[str], new: dict[str, Any]) -> list[str]:
     """Move a file of other answers aside, and the one that was put aside for these in its place; its lines."""
-    old, answered = json.loads(lines[0]), len(lines) > 1
+    old, answered = _parsed(lines[0]), len(lines) > 1
     aside, before = (path.with_name(f"{path.stem}-{fingerprint(_identity(one))}.jsonl") for one in (old, new))
     try:
         if answered:
@@ -301,20 +333,22 @@ def _exchange(path: Path, lines: list[str], new: dict[str, Any]) -> list[str]:
             os.replace(before, path)
     except OSError as error:
         raise writing_fault(error, path) from error
-    lines = _whole_lines(path)
+    lines = _lines(path)
     if not answered:
         return lines
+    why = "of unknown settings, since its first line is damaged,"
+    if isinstance(old, dict):
+        why = f"of other settings ({'; '.join(_differences(old, new))})"
     warnings.warn(
-        f"{path}: its answers are of other settings ({'; '.join(_differences(old, new))}) and are kept as {aside.name};"
+        f"{path}: its answers are {why} and are kept as {aside.name};"
         + (" those given before with the present ones are taken up." if lines else " the prompts are answered anew."),
         stacklevel=5,
     )
     return lines
 
 
-def _differences(old: Any, new: dict[str, Any]) -> list[str]:
+def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """What two headers differ in, for people."""
-    old = old if isinstance(old, dict) else {}
     before, now = old.get(_TOLD) or {}, new[_TOLD]
     said = [f"{key}: {before[key]}, now {now[key]}" for key in now if key in before and before[key] != now[key]]
     if old.get("target") != new["target"]:
@@ -322,16 +356,10 @@ def _differences(old: Any, new: dict[str, Any]) -> list[str]:
     return said or [f"another {key}" for key in _identity(new) if old.get(key) != new[key]]
 
 
-def _whole_lines(path: Path) -> list[str]:
-    """The complete, readable lines of a file; a last one cut by a kill is dropped."""
+def _lines(path: Path) -> list[str]:
+    """The lines of a file; a last one cut by a kill is dropped."""
     if not path.is_file():
         return []
-    lines = []
     # not splitlines: a prompt's id may hold U+2028 and the like, which JSON writes as they are
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            json.loads(line)
-        except ValueError:
-            break
-        lines.append(line)
-    return lines
+    *lines, last = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return lines if _parsed(last) is None else [*lines, last]

@@ -90,8 +90,15 @@ class MetricsLog:
         self._show(row)
 
     def position(self) -> int:
-        """Return the number of lines so far, after forcing them onto the disk: save it with the checkpoint."""
-        os.fsync(self._file.fileno())
+        """Return the number of lines so far, after forcing them onto the disk: save it with the checkpoint.
+
+        Raises:
+            EnvironmentFault: the disk is full.
+        """
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise writing_fault(error, self._path) from error
         return self._written
 
     def _show(self, row: dict[str, Any]) -> None:

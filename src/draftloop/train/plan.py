@@ -5,6 +5,7 @@ Knows what a stage holds in memory and puts on the disk. Trains nothing.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -18,12 +19,14 @@ from draftloop.data.prompts import Prompt
 from draftloop.decode.loop import Decoder
 from draftloop.decode.trace import Generation, Options, Request
 from draftloop.objective.fused import why_eager
+from draftloop.objective.rows import rows_at_once
 from draftloop.recipe import Recipe, StagePart
 from draftloop.train.inputs import SPLITS, read_inputs
 from draftloop.train.material import find_run, load_recipe_drafter, load_recipe_target, run_folder
 from draftloop.train.progress import Cost, cost_sheet
 
 _ROUNDS = 8  # decoded to learn what a token costs
+_WIDE = 7  # tensors of rows x vocabulary at the peak of a loss and its gradient, as measured (ce alone: 3)
 
 
 def stage_cost(stage: StagePart, target: Any, drafter: Any, trunks: int, mean: float) -> Cost:
@@ -49,16 +52,34 @@ def stage_cost(stage: StagePart, target: Any, drafter: Any, trunks: int, mean: f
     elif stage.trunks == "fixed" and not scored:
         tokens = 0
     weights = sum(p.numel() for p in drafter.parameters()) * 4
-    chunk = stage.objective.chunk if eager_reason(stage, target, drafter) else 0
+    rows = loss_rows(stage, target, drafter, mean)
     return Cost(
         stage.name,
         stage.steps,
         tokens,
         disk_bytes=weights * 5,  # a checkpoint: weights, two moments, the best ones; and the stage's result
-        memory_bytes=weights * 5 + chunk * target.vocab_size * 4 * 3,
+        memory_bytes=weights * 5 + rows * target.vocab_size * 4 * _WIDE,
         seconds=stage.minutes * 60 if stage.minutes else None,
         bound=stage.stop.patience is not None,  # it may end before
     )
+
+
+def loss_rows(stage: StagePart, target: Any, drafter: Any, mean: float) -> int:
+    """Rows whose logits a stage's loss holds at a time: a chunk's, but no more than a batch has; 0 where kernels do it.
+
+    Args:
+        stage: its row of the recipe.
+        target: a `Target`.
+        drafter: bound.
+        mean: tokens of a training trunk, which has no more anchors than that.
+    """
+    if eager_reason(stage, target, drafter) is None:
+        return 0
+    anchors = math.ceil(mean)
+    if stage.anchors != "all":
+        anchors = min(anchors, stage.anchors_per_sequence)
+    batch = stage.batch_size * anchors * drafter.spec.drafted
+    return min(rows_at_once(stage.objective.chunk, target.device), batch)
 
 
 def over_budget(stage: StagePart, drafted: int, lengths: Sequence[int]) -> list[str]:
