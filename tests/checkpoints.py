@@ -106,6 +106,6 @@ def specs(draw) -> DFlashSpec:
         mask_token_id=draw(st.integers(0, vocab - 1)),
         rope_theta=draw(st.floats(1e-3, 1e12)),
         norm_eps=draw(st.floats(1e-12, 1.0)),
-        max_positions=draw(st.integers(1, 1 << 20)),
+        max_positions=draw(st.integers(33, 1 << 20)),
         made_for=draw(st.dictionaries(st.text(), st.one_of(st.text(), st.integers(), st.none()), max_size=3)),
     )
