@@ -37,10 +37,11 @@ def decode(target: Any, drafter: Any | None, requests: Sequence[Request], option
     Raises:
         InputError: an empty prompt, one that does not fit, or a token that the target does not have.
     """
-    results = [Generation(request.ids) for request in requests]
-    for _ in rounds(target, drafter, requests, options, results):
-        pass
-    return results
+    decoder = Decoder(target, drafter, options, requests)
+    try:
+        return decoder.decode(requests)
+    finally:
+        decoder.close()
 
 
 def rounds(
@@ -113,6 +114,13 @@ class Decoder:
             rows = min(self.options.batch_size, len(self._requests))
             self._fixed = GraphEngine(self._target, self._drafter, self.options, rows=rows, longest=longest)
         return self._fixed
+
+    def decode(self, requests: Sequence[Request]) -> list[Generation]:
+        """Continue these requests to their ends."""
+        results = [Generation(request.ids) for request in requests]
+        for _ in self.rounds(requests, results):
+            pass
+        return results
 
     def rounds(self, requests: Sequence[Request], results: list[Generation]) -> Iterator[list[Commit]]:
         """Continue these requests; yield what each round committed, `results` fill up as it goes."""

@@ -20,8 +20,8 @@ from draftloop.core.law import Sampling
 from draftloop.core.ranks import Ranks
 from draftloop.core.weights import read_tensors, write_tensors
 from draftloop.data.trunk import Trunk, response_trunk
-from draftloop.decode.loop import Decoder
-from draftloop.decode.trace import Generation, Options, Request, Step
+from draftloop.decode.loop import Decoder, decode
+from draftloop.decode.trace import Options, Request, Step
 from draftloop.recipe import RolloutPart
 from draftloop.supervise.lesson import Lesson, rolled_out
 
@@ -76,14 +76,7 @@ def roll_out(
     ranks = ranks or Ranks()
     mine = ranks.share(prompts)
     requests, options = requests_of(mine, visit), options_of(part, max_new_tokens, seed)
-    results = [Generation(request.ids) for request in requests]
-    used = decoder or Decoder(target, drafter, options, requests)
-    try:
-        for _ in used.rounds(requests, results):
-            pass
-    finally:
-        if decoder is None:
-            used.close()
+    results = decode(target, drafter, requests, options) if decoder is None else decoder.decode(requests)
     lessons = []
     for trunk, made in zip(mine, results, strict=True):
         if not made.steps:

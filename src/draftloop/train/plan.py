@@ -26,7 +26,7 @@ from draftloop.train.material import find_run, load_recipe_drafter, load_recipe_
 from draftloop.train.progress import Cost, cost_sheet
 
 _ROUNDS = 8  # decoded to learn what a token costs
-_WIDE = 7  # tensors of rows x vocabulary at the peak of a loss and its gradient, as measured (ce alone: 3)
+_WIDE = 7  # tensors of rows x vocabulary at the peak of a loss and its gradient, by benchmarks/fused.py (ce alone: 3)
 
 
 def stage_cost(stage: StagePart, target: Any, drafter: Any, trunks: int, mean: float) -> Cost:
